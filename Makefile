@@ -1,0 +1,55 @@
+# make demo | make test            the two commands; each sets up .venv on its first run
+# make setup | check | bench | fuzz | families | clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+# A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
+KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
+
+.PHONY: setup demo test check bench fuzz families clean
+
+setup: $(READY)
+
+$(READY): requirements/torch.txt requirements/cpu.txt requirements/compiler.txt pyproject.toml setup.py $(wildcard src/router_replay/_kernel*.[ch])
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Router Replay needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "[1/4] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] torch (the largest download)"
+	@$(PIP) install -q -c requirements/cpu.txt -r requirements/torch.txt
+	@echo "[3/4] $$(grep -c == requirements/cpu.txt) locked packages"
+	@$(PIP) install -q --no-deps -r requirements/cpu.txt
+	@command -v cc >/dev/null || $(PIP) install -q --no-deps -r requirements/compiler.txt
+	@echo "[4/4] router-replay with its compiled kernel"
+	@CC="$(KERNEL_CC)" LDSHARED="$(KERNEL_CC) -shared" $(PIP) install -q --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'from router_replay import kernel; print("      kernel:", "compiled" if kernel.COMPILED else "NumPy (no C compiler worked; slower, same bytes)")'
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m bench.wire
+	@$(BIN)/python -m bench.stitch
+	@$(BIN)/python -m bench.replay --device cpu
+
+test: setup
+	@$(BIN)/python -m pytest
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/python -m bench.wire
+	@$(BIN)/python -m bench.stitch
+	@$(BIN)/python -m bench.replay
+
+fuzz: setup
+	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000
+
+families: setup
+	@$(BIN)/router-replay families
+
+clean:
+	rm -rf $(VENV) build out src/router_replay/_kernel*.so
