@@ -1,0 +1,205 @@
+"""The loops over single sets of experts, compiled where the extension is there, NumPy elsewhere.
+
+Both give the same answers and the same bytes. A set is one row of a [N, K] array of ids.
+`COMPILED` says which is in use; ROUTER_REPLAY_NO_KERNEL=1 in the environment asks for NumPy.
+
+    encode_sets(np.array([[5, 0], [2, 7]], np.uint8), 8)   ->   ea 02: the ranks 10 and 23, 5 bits each
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from router_replay import _kernel_numpy
+from router_replay._kernel_numpy import rank_bits
+
+__all__ = ["COMPILED", "COMPILED_KERNEL", "NUMPY_KERNEL", "Kernel", "decode_sets", "encode_sets", "first_bad_set"]
+__all__ += ["hash_and_check", "rank_bits", "sort_sets"]
+
+CACHED_BYTES = 1 << 19
+
+try:
+    _compiled: Any = importlib.import_module("router_replay._kernel")
+except ImportError:  # installed without a compiler
+    _compiled = None
+
+
+class Kernel:
+    """The NumPy kernel, and what both share: arguments, padding, threads."""
+
+    compiled = False
+
+    def first_bad_set(self, ids_NK: np.ndarray, num_experts: int) -> int:
+        """The number of the first set with an id out of range or a repeated one; -1 where all are good."""
+        return _kernel_numpy.first_bad_set(ids_NK, num_experts)
+
+    def hash_and_check(
+        self, data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype
+    ) -> tuple[int, int]:
+        """The XXH3-64 of `data`, and the first bad set of the ids that begin at `offset`, or -1, in one pass.
+
+        A piece is checked and then hashed while it is in the cache: two passes over the memory cost
+        more than a copy.
+        """
+        ids_NK = np.frombuffer(data[offset:], dtype).reshape(-1, k)
+        checksum = xxhash.xxh3_64(data[:offset])
+        piece = max(CACHED_BYTES // (k * dtype.itemsize), 1)
+        bad = -1
+        for first in range(0, len(ids_NK), piece):
+            if bad < 0:
+                found = self.first_bad_set(ids_NK[first : first + piece], num_experts)
+                bad = first + found if found >= 0 else -1
+            at = offset + first * k * dtype.itemsize
+            checksum.update(data[at : at + piece * k * dtype.itemsize])
+        return checksum.intdigest(), bad
+
+    def sort_sets(self, ids: np.ndarray) -> np.ndarray:
+        """Each set in ascending order: how two sets are compared."""
+        return _kernel_numpy.sort_sets(ids)
+
+    def encode_sets(self, ids_NK: np.ndarray, num_experts: int, threads: int = 1) -> np.ndarray:
+        """The ranks of all sets as one little-endian bit stream; the last byte is filled up with zeros."""
+        count, k = ids_NK.shape
+        width = rank_bits(num_experts, k)
+        out = np.empty(_packed_size(count, width), np.uint8)
+
+        def encode(start: int, stop: int) -> int:
+            return self._encode(ids_NK[start:stop], num_experts, out[_bytes_of(start, stop, width)])
+
+        bad = _in_threads(encode, count, threads)
+        if bad >= 0:
+            raise ValueError(
+                f"set {bad}, experts {ids_NK[bad].tolist()}, repeats an expert or leaves [0, {num_experts})"
+            )
+        return out
+
+    def decode_sets(
+        self, buffer: Any, count: int, k: int, num_experts: int, dtype: np.dtype, threads: int = 1
+    ) -> np.ndarray:
+        """The sets [count, k] behind a bit stream, each ascending. ValueError where the bytes are no such stream."""
+        payload = np.frombuffer(buffer, np.uint8)
+        width = rank_bits(num_experts, k)
+        if len(payload) != _packed_size(count, width):
+            expected = _packed_size(count, width)
+            raise ValueError(f"{count} ranks of {width} bits take {expected} bytes, got {len(payload)}")
+        if count * width % 8 and payload[-1] >> (count * width % 8):
+            raise ValueError(f"the bits after the last of {count} ranks of {width} bits must be zero")
+        ids_NK = np.empty((count, k), dtype)
+
+        def decode(start: int, stop: int) -> int:
+            return self._decode(payload[_bytes_of(start, stop, width)], num_experts, ids_NK[start:stop])
+
+        bad = _in_threads(decode, count, threads)
+        if bad >= 0:
+            raise BadRank(bad, f"the rank of set {bad} is not below C({num_experts}, {k})")
+        return ids_NK
+
+    def _encode(self, ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
+        return _kernel_numpy.encode(ids_NK, num_experts, out)
+
+    def _decode(self, payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
+        return _kernel_numpy.decode(payload, num_experts, out_NK)
+
+
+class CompiledKernel(Kernel):
+    """The same by the C extension; sets whose ranks exceed 128 bits go to Python integers."""
+
+    compiled = True
+
+    def first_bad_set(self, ids_NK: np.ndarray, num_experts: int) -> int:
+        if not ids_NK.size or not _is_narrow(ids_NK):
+            return super().first_bad_set(ids_NK, num_experts)
+        return _compiled.check(np.ascontiguousarray(ids_NK), ids_NK.itemsize, ids_NK.shape[1], num_experts)
+
+    def hash_and_check(
+        self, data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype
+    ) -> tuple[int, int]:
+        if len(data) <= 240 or not dtype.isnative:  # XXH3 has other rules for short input
+            return super().hash_and_check(data, offset, k, num_experts, dtype)
+        return _compiled.hash_check(data, offset, dtype.itemsize, k, num_experts)
+
+    def sort_sets(self, ids: np.ndarray) -> np.ndarray:
+        if not ids.size or not _is_narrow(ids):
+            return super().sort_sets(ids)
+        ordered = np.array(ids, order="C")
+        _compiled.sort(ordered, ids.itemsize, ids.shape[-1])
+        return ordered
+
+    def _encode(self, ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
+        plan = _plan(num_experts, ids_NK.shape[1])
+        if plan is None or not _is_narrow(ids_NK):
+            return super()._encode(ids_NK, num_experts, out)
+        return _compiled.rank(plan, np.ascontiguousarray(ids_NK), ids_NK.itemsize, out)
+
+    def _decode(self, payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
+        plan = _plan(num_experts, out_NK.shape[1])
+        if plan is None or not _is_narrow(out_NK):
+            return super()._decode(payload, num_experts, out_NK)
+        return _compiled.unrank(plan, payload, out_NK.itemsize, out_NK)
+
+
+class BadRank(ValueError):
+    """A rank that stands for no set; `number` says which."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def simd_level(most: int) -> int:
+    """Let the compiled kernel use at most AVX-512 (2), AVX2 (1) or neither (0); the level in use. For tests."""
+    return _compiled.simd(most)
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(num_experts: int, k: int) -> Any:
+    """The compiled kernel's tables for one model, made at first use in about a millisecond."""
+    return _compiled.plan(num_experts, k) if rank_bits(num_experts, k) <= 128 else None
+
+
+def _is_narrow(ids: np.ndarray) -> bool:
+    return ids.dtype in (np.uint8, np.uint16) and ids.dtype.isnative
+
+
+def _packed_size(count: int, width: int) -> int:
+    return (count * width + 7) // 8
+
+
+def _bytes_of(start: int, stop: int, width: int) -> slice:
+    return slice(start * width // 8, _packed_size(stop, width))
+
+
+def _in_threads(work: Callable[[int, int], int], count: int, threads: int) -> int:
+    """Call work(start, stop) over all sets; the first bad set it names, or -1.
+
+    Pieces are multiples of 64 sets, so that their bits meet on byte borders.
+    """
+    piece = -(-count // (64 * max(threads, 1))) * 64
+    if threads <= 1 or count <= 64 * threads:
+        return work(0, count)
+    starts = range(0, count, piece)
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(lambda start: work(start, min(count, start + piece)), starts))
+    return next((start + bad for start, bad in zip(starts, results, strict=True) if bad >= 0), -1)
+
+
+NUMPY_KERNEL = Kernel()
+COMPILED_KERNEL: Kernel | None = CompiledKernel() if _compiled is not None else None
+_in_use = (
+    NUMPY_KERNEL if COMPILED_KERNEL is None or os.environ.get("ROUTER_REPLAY_NO_KERNEL") == "1" else COMPILED_KERNEL
+)
+
+COMPILED: bool = _in_use.compiled
+first_bad_set = _in_use.first_bad_set
+hash_and_check = _in_use.hash_and_check
+sort_sets = _in_use.sort_sets
+encode_sets = _in_use.encode_sets
+decode_sets = _in_use.decode_sets

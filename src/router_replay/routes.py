@@ -1,0 +1,360 @@
+"""Routes: which experts each token used, row by row, with what is known about each row.
+
+Two tokens through a model whose routed layers are 1 and 3, with 2 of 8 experts:
+
+    spec = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
+    routes = Routes([[[5, 0], [2, 7]],      # token 0: experts 5 and 0 in layer 1, 2 and 7 in layer 3
+                     [[1, 5], [7, 3]]],     # token 1
+                    spec)
+    routes.captured        # [True, True]
+    routes[1:].ids         # [[[1, 5], [7, 3]]], a view
+
+Shapes: T rows (tokens), L routed layers, K slots (top_k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from router_replay import kernel
+from router_replay.errors import RoutesError
+from router_replay.runs import Runs
+from router_replay.spec import RouterSpec
+
+
+class Routes:
+    """The experts of T tokens in every routed layer: `ids` [T, L, K] in `spec.dtype`, read-only.
+
+    `captured[i]` says whether row i is known; where it is not, what `ids[i]` holds has no meaning.
+    `versions[i]` is the policy version whose weights routed row i.
+
+    Rows are checked once, here, where they enter; what is made from a Routes is not checked again.
+    """
+
+    __slots__ = ("_captured", "_ids", "_spec", "_versions")
+
+    def __init__(
+        self,
+        ids: ArrayLike,
+        spec: RouterSpec,
+        captured: ArrayLike | None = None,
+        versions: ArrayLike | int | None = None,
+    ) -> None:
+        ids_TLK = _as_integers(ids, "ids")
+        if ids_TLK.ndim != 3 or ids_TLK.shape[1:] != spec.row_shape:
+            raise RoutesError(
+                f"ids must have the shape [rows, {spec.row_shape[0]} layers, {spec.top_k} slots] of its spec, "
+                f"got {list(ids_TLK.shape)}; an engine's array over all decoder layers goes through Routes.from_engine"
+            )
+        rows = len(ids_TLK)
+        self._captured = _captured_runs(captured, rows)
+        self._versions = _version_runs(versions, rows)
+        self._ids = _checked(ids_TLK, spec, self._captured)
+        self._spec = spec
+
+    # -- making ---------------------------------------------------------------------------------
+
+    @classmethod
+    def _trusted(cls, ids: np.ndarray, spec: RouterSpec, captured: Runs, versions: Runs | None) -> Routes:
+        """Rows that were checked where they entered. `ids` is in the spec's dtype and shape."""
+        self = object.__new__(cls)
+        self._ids = _read_only(ids)
+        self._spec = spec
+        self._captured = captured
+        self._versions = versions
+        return self
+
+    @classmethod
+    def missing(cls, rows: int, spec: RouterSpec) -> Routes:
+        """`rows` rows of which nothing is known: padding, or what an engine did not return."""
+        ids = np.zeros((rows, *spec.row_shape), spec.dtype)
+        return cls._trusted(ids, spec, Runs.constant(False, rows), None)
+
+    @classmethod
+    def from_engine(cls, array: ArrayLike, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
+        """Take the routed layers out of an engine's array over ALL decoder layers, [T, all layers, K].
+
+        A routed layer that is zero in every row of a capture longer than one row is refused: the
+        engine's hook never ran there. With top_k 1 a short capture can really be all expert 0; a
+        caller who knows that passes `allow_zero_layers=True`.
+        """
+        array_TAK = _as_integers(array, "the engine's array")
+        width = spec.num_layers
+        if len(set(spec.layers)) != len(spec.layers):
+            raise RoutesError(
+                "a layer of this spec holds two routers, an engine's array has one column per decoder layer: "
+                "it cannot say which of the two a column belongs to"
+            )
+        if array_TAK.ndim != 3 or array_TAK.shape[2] != spec.top_k:
+            raise RoutesError(
+                f"an engine's array has the shape [rows, all decoder layers, {spec.top_k} slots], "
+                f"got {list(array_TAK.shape)}"
+            )
+        if array_TAK.shape[1] <= spec.layers[-1] or (width is not None and array_TAK.shape[1] != width):
+            expected = f"{width}" if width is not None else f"more than {spec.layers[-1]}"
+            raise RoutesError(
+                f"an engine's array has a column for every decoder layer, dense ones included: expected {expected} "
+                f"(routed layers {_shorten(spec.layers)}), got {array_TAK.shape[1]}; "
+                "an array over the routed layers alone goes to Routes(ids, spec)"
+            )
+        ids_TLK = array_TAK if _is_every_layer(spec, array_TAK.shape[1]) else array_TAK[:, list(spec.layers)]
+        if len(ids_TLK) > 1 and not allow_zero_layers:
+            # Looking at the first row finds the suspects; a full pass over all rows would cost more than the check.
+            suspects = np.flatnonzero(~ids_TLK[0].any(axis=-1))
+            never_ran = [column for column in suspects.tolist() if not ids_TLK[:, column].any()]
+            if never_ran:
+                layers = sorted({spec.layers[column] for column in never_ran})
+                raise RoutesError(
+                    f"layers {_shorten(layers)} are zero in all {len(ids_TLK)} rows of the engine's capture: "
+                    "its hook never ran there (a fused router, or capture switched off), so nothing was recorded"
+                )
+        return cls(ids_TLK, spec)
+
+    @staticmethod
+    def concat(parts: Sequence[Routes]) -> Routes:
+        """One Routes of all the rows, in order. One part is returned as it is."""
+        if not parts:
+            raise RoutesError("Routes.concat needs at least one part; Routes.missing(0, spec) is an empty Routes")
+        first = parts[0]
+        for number, part in enumerate(parts):
+            if part.spec != first.spec:
+                raise RoutesError(f"part {number} is of another model: {part.spec} after {first.spec}")
+        if len(parts) == 1:
+            return first
+        versions = None
+        if any(part._versions is not None for part in parts):
+            versions = Runs.concat([part.version_runs_or_zero() for part in parts])
+        captured = Runs.concat([part._captured for part in parts])
+        return Routes._trusted(np.concatenate([part._ids for part in parts]), first.spec, captured, versions)
+
+    @staticmethod
+    def join_prefill_decode(
+        prefill: Routes, decode: Routes, *, prompt_length: int | None = None, decode_start: int | None = None
+    ) -> Routes:
+        """Prompt rows from the prefill worker, the rest from the decode worker.
+
+        `decode_start` is the position of decode's first row; the rows follow the prompt unless it
+        says otherwise. Rows of the prompt that the decode worker also returns must be uncaptured
+        there (its KV came over the wire, it never routed them).
+        """
+        if prefill.spec != decode.spec:
+            raise RoutesError(f"prefill and decode are of two models: {prefill.spec} and {decode.spec}")
+        prompt = len(prefill) if prompt_length is None else prompt_length
+        start = prompt if decode_start is None else decode_start
+        if len(prefill) != prompt:
+            raise RoutesError(
+                f"the prefill worker must give one row per prompt token: expected {prompt}, got {len(prefill)}"
+            )
+        if not prefill.all_captured:
+            raise RoutesError(f"prompt row {prefill.first_missing} was not captured by the prefill worker")
+        if not 0 <= start <= prompt:
+            raise RoutesError(f"gap: the prefill rows end at {prompt}, the decode rows start at {start}")
+        if start + len(decode) < prompt:
+            raise RoutesError(f"gap: the decode rows end at {start + len(decode)}, before the prompt's end {prompt}")
+        repeated = decode[: prompt - start]
+        if repeated._captured.spans(True):
+            row = start + repeated._captured.spans(True)[0][0]
+            raise RoutesError(
+                f"overlap: row {row} of the prompt is captured by both workers; "
+                "pass decode_start, or mark the rows that the decode worker did not route as uncaptured"
+            )
+        return Routes.concat([prefill, decode[prompt - start :]])
+
+    # -- reading --------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._ids
+
+    @property
+    def spec(self) -> RouterSpec:
+        return self._spec
+
+    @property
+    def captured(self) -> np.ndarray:
+        return _read_only(self._captured.expand().astype(bool))
+
+    @property
+    def captured_runs(self) -> Runs:
+        return self._captured
+
+    @property
+    def versions(self) -> np.ndarray:
+        return _read_only(self.version_runs_or_zero().expand().astype(np.int64))
+
+    @property
+    def version_runs(self) -> Runs | None:
+        """None where nobody said which weights routed the rows."""
+        return self._versions
+
+    @property
+    def all_captured(self) -> bool:
+        return all(self._captured.values)
+
+    @property
+    def first_missing(self) -> int:
+        """The first row that is not captured; len(self) where all are."""
+        return len(self) if self.all_captured else self._captured.spans(False)[0][0]
+
+    @property
+    def nbytes(self) -> int:
+        return self._ids.nbytes
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, rows: slice) -> Routes:
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise RoutesError(
+                f"Routes are cut by a slice of rows with step 1, got {rows!r}; use .ids for single values"
+            )
+        start, stop, _ = rows.indices(len(self))
+        stop = max(start, stop)
+        versions = None if self._versions is None else self._versions.slice(start, stop)
+        return Routes._trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
+
+    def take(self, index: np.ndarray) -> Routes:
+        """Row index[i] becomes row i; -1 makes an uncaptured row."""
+        index = np.asarray(index, np.int64)
+        if len(index) and (index.min() < -1 or index.max() >= len(self)):
+            raise RoutesError(f"row numbers must lie in [-1, {len(self)}), got {index.min()} to {index.max()}")
+        absent = index < 0
+        if not len(self):
+            return Routes.missing(len(index), self._spec)
+        ids = self._ids[index]
+        ids[absent] = 0
+        captured = self.captured[index] & ~absent
+        versions = None if self._versions is None else Runs.of(np.where(absent, 0, self.versions[index]))
+        return Routes._trusted(ids, self._spec, Runs.of(captured), versions)
+
+    def select_layers(self, layers: Sequence[int]) -> Routes:
+        """The columns of some layers (absolute ids): what a pipeline stage needs."""
+        spec = self._spec.select(layers)
+        columns = [column for column, layer in enumerate(self._spec.layers) if layer in set(spec.layers)]
+        ids = np.ascontiguousarray(self._ids[:, columns])
+        return Routes._trusted(ids, spec, self._captured, self._versions)
+
+    def copy(self) -> Routes:
+        """The same rows in memory of their own, so that a slice does not keep its whole alive."""
+        return Routes._trusted(self._ids.copy(), self._spec, self._captured, self._versions)
+
+    def with_versions(self, versions: ArrayLike | int) -> Routes:
+        runs = _version_runs(versions, len(self))
+        return Routes._trusted(self._ids, self._spec, self._captured, runs)
+
+    # -- comparing ------------------------------------------------------------------------------
+
+    def same_sets(self, other: Routes) -> np.bool_:
+        """Do both hold the same captured rows with the same experts, whatever the slot order?"""
+        if self._spec != other._spec or len(self) != len(other) or self._captured != other._captured:
+            return np.False_
+        mine, theirs = self._captured_ids(), other._captured_ids()
+        return np.bool_(
+            np.array_equal(mine, theirs) or np.array_equal(kernel.sort_sets(mine), kernel.sort_sets(theirs))
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Exactly equal, slot order and versions included; what uncaptured rows hold does not count."""
+        if not isinstance(other, Routes):
+            return NotImplemented
+        return (
+            self._spec == other._spec
+            and self._captured == other._captured
+            and self.version_runs_or_zero() == other.version_runs_or_zero()
+            and np.array_equal(self._captured_ids(), other._captured_ids())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        known = sum(end - start for start, end in self._captured.spans(True))
+        return (
+            f"Routes({len(self)} rows, {known} captured, {len(self._spec.layers)} layers, "
+            f"{self._spec.top_k} of {self._spec.num_experts} experts)"
+        )
+
+    def _captured_ids(self) -> np.ndarray:
+        return self._ids if self.all_captured else self._ids[self.captured]
+
+    def version_runs_or_zero(self) -> Runs:
+        return Runs.constant(0, len(self)) if self._versions is None else self._versions
+
+
+def _as_integers(array: Any, name: str) -> np.ndarray:
+    array = np.asarray(array)
+    if array.dtype.kind not in "ui":
+        raise RoutesError(f"{name} must hold integers, got dtype {array.dtype}")
+    return array
+
+
+def _captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
+    if captured is None:
+        return Runs.constant(True, rows)
+    mask = np.asarray(captured)
+    if mask.dtype != bool or mask.shape != (rows,):
+        raise RoutesError(f"captured must be {rows} booleans, one per row, got {mask.dtype} {list(mask.shape)}")
+    return Runs.of(mask)
+
+
+def _version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
+    if versions is None:
+        return None
+    array = np.asarray(versions)
+    if array.dtype.kind not in "ui" or array.shape not in ((), (rows,)):
+        raise RoutesError(
+            f"versions must be an integer or {rows} integers, one per row, got {array.dtype} {list(array.shape)}"
+        )
+    if array.size and (array.min() < 0 or array.max() >= 1 << 63):
+        raise RoutesError(f"a policy version must be between 0 and 2**63 - 1, got {array.min()} to {array.max()}")
+    return Runs.constant(int(array), rows) if array.shape == () else Runs.of(array.astype(np.int64))
+
+
+def _checked(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs) -> np.ndarray:
+    """`ids` in the spec's dtype, after the range and duplicate check of every captured row."""
+    for start, end in captured.spans(True):
+        if ids_TLK.dtype != spec.dtype and end > start:  # the cast below must not wrap a value around
+            piece = ids_TLK[start:end]
+            if int(piece.min()) < 0 or int(piece.max()) >= spec.num_experts:
+                _refuse(piece, spec, start)
+    if ids_TLK.dtype == spec.dtype and not captured.spans(False):
+        ids = np.ascontiguousarray(ids_TLK)  # no copy where it is contiguous
+    else:
+        ids = np.zeros(ids_TLK.shape, spec.dtype)
+        for start, end in captured.spans(True):
+            ids[start:end] = ids_TLK[start:end]
+    for start, end in captured.spans(True):
+        if kernel.first_bad_set(ids[start:end].reshape(-1, spec.top_k), spec.num_experts) >= 0:
+            _refuse(ids_TLK[start:end], spec, start)
+    return _read_only(ids)
+
+
+def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
+    """Raise for the first bad set of this piece. Slow and plain: it runs once, on the way out."""
+    for row, layer_sets in enumerate(ids_TLK.tolist()):
+        for column, experts in enumerate(layer_sets):
+            place = f"row {first_row + row}, layer {spec.layers[column]}: experts {experts}"
+            if min(experts) < 0 or max(experts) >= spec.num_experts:
+                hint = "; a missing row is said by captured=, never by a value" if min(experts) < 0 else ""
+                raise RoutesError(f"{place} are not all in [0, {spec.num_experts}){hint}")
+            if len(set(experts)) != len(experts):
+                hint = " (an all-zero row is a row that was never captured)" if not any(experts) else ""
+                raise RoutesError(f"{place} repeat an expert{hint}")
+
+
+def _is_every_layer(spec: RouterSpec, columns: int) -> bool:
+    return spec.layers == tuple(range(columns))
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _shorten(layers: Sequence[int]) -> str:
+    shown = ", ".join(str(layer) for layer in layers[:8])
+    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > 8 else f"[{shown}]"

@@ -1,0 +1,100 @@
+"""RouterSpec: what a row of routes means for one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from router_replay.errors import SpecError
+
+MAX_EXPERTS = 1 << 16  # ids are stored in at most two bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How many experts, how many are chosen, and in which decoder layers.
+
+    A model of four decoder layers whose first is dense, with 8 experts of which 2 are used:
+
+        RouterSpec(num_experts=8, top_k=2, layers=(1, 2, 3))
+
+    `layers` are absolute decoder layer ids, ascending. An id stands twice where a layer holds two
+    routers. `ordered` says that the order of the slots in a row has a meaning (phimoe, nllb_moe).
+    `num_layers`, where known, is the number of decoder layers, dense ones included; it says how wide
+    an engine's array over all layers is, and takes no part in equality.
+    """
+
+    num_experts: int
+    top_k: int
+    layers: tuple[int, ...]
+    ordered: bool = False
+    num_layers: int | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k"):
+            object.__setattr__(self, name, _integer(getattr(self, name), name))
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise SpecError(f"num_experts must be between 1 and {MAX_EXPERTS}, got {self.num_experts}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise SpecError(f"top_k must be between 1 and num_experts={self.num_experts}, got {self.top_k}")
+        object.__setattr__(self, "layers", _layer_ids(self.layers))
+        if self.num_layers is not None:
+            object.__setattr__(self, "num_layers", _integer(self.num_layers, "num_layers"))
+            if self.num_layers <= self.layers[-1]:
+                raise SpecError(f"num_layers={self.num_layers} does not reach the last routed layer {self.layers[-1]}")
+
+    @classmethod
+    def from_config(cls, config: Any) -> RouterSpec:
+        """Read a transformers config (object or dict). No torch, no modelling code is imported."""
+        from router_replay.config import spec_from_config
+
+        return spec_from_config(config)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The one dtype of this model's ids; chosen from the number of experts, never from values."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        return (len(self.layers), self.top_k)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in memory: 384 for 48 layers of 8 of 128."""
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+    @property
+    def engine_layers(self) -> int:
+        """How many layer columns an array over all decoder layers has, as far as is known."""
+        return self.num_layers if self.num_layers is not None else self.layers[-1] + 1
+
+    def select(self, layers: Iterable[int]) -> RouterSpec:
+        """The spec of some of these layers, such as a pipeline stage's."""
+        wanted = _layer_ids(tuple(layers))
+        missing = sorted(set(wanted) - set(self.layers))
+        if missing:
+            raise SpecError(f"layers {missing} have no router in this spec; its routed layers are {self.layers}")
+        kept = tuple(layer for layer in self.layers if layer in set(wanted))
+        return dataclasses.replace(self, layers=kept)
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise SpecError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def _layer_ids(layers: Any) -> tuple[int, ...]:
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        raise SpecError(f"layers must be a sequence of decoder layer ids, got {layers!r}")
+    ids = tuple(_integer(layer, "a layer id") for layer in layers)
+    if not ids:
+        raise SpecError("layers is empty: a spec needs at least one routed layer")
+    if ids[0] < 0 or any(b < a for a, b in itertools.pairwise(ids)):
+        raise SpecError(f"layers must be ascending absolute decoder layer ids from 0 on, got {ids}")
+    return ids

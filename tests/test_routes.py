@@ -1,0 +1,233 @@
+"""Routes: rule 4 (bad rows raise where they enter), rule 8 (one or two bytes), and the mask as the only 'missing'."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_replay import RouterSpec, Routes
+from router_replay.errors import RoutesError
+from tests.makers import random_ids, random_routes
+
+SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
+WIDE = RouterSpec(num_experts=512, top_k=3, layers=(0, 1))
+
+
+# -- rule 4: bad rows raise, with the place -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([[[0, 1], [2, 3]], [[4, 5], [6, 6]]], r"row 1, layer 3: experts \[6, 6\] repeat an expert"),
+        ([[[0, 8], [2, 3]]], r"row 0, layer 1: experts \[0, 8\] are not all in \[0, 8\)"),
+        ([[[0, -1], [2, 3]]], r"row 0, layer 1.*never by a value"),
+        ([[[0, 0], [0, 0]]], r"row 0, layer 1.*never captured"),
+        ([[[0, 1, 2], [2, 3, 4]]], r"\[rows, 2 layers, 2 slots\].*got \[1, 2, 3\]"),
+        ([[[0, 1]]], r"got \[1, 1, 2\].*from_engine"),
+        ([[[0.0, 1.0], [2.0, 3.0]]], "must hold integers, got dtype float64"),
+    ],
+)
+def test_a_bad_row_raises_with_its_place(bad: list, message: str) -> None:
+    with pytest.raises(RoutesError, match=message):
+        Routes(bad, SPEC)
+    with pytest.raises(ValueError, match=message):
+        Routes(bad, SPEC)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint16, np.uint64])
+def test_a_wider_dtype_is_narrowed_and_never_truncated(dtype: type) -> None:
+    routes = Routes(random_ids(5, SPEC).astype(dtype), SPEC)
+    assert routes.ids.dtype == np.uint8
+    with pytest.raises(RoutesError, match="300"):  # 300 % 256 = 44 would be a wrong but plausible id
+        Routes(np.array([[[0, 300], [1, 2]]], dtype), RouterSpec(128, 2, (0, 1)))
+
+
+def test_the_last_set_of_many_is_checked_too() -> None:
+    ids = random_ids(1000, WIDE).copy()
+    ids[999, 1] = [7, 9, 7]
+    with pytest.raises(RoutesError, match="row 999, layer 1"):
+        Routes(ids, WIDE)
+
+
+# -- captured is the only word for missing --------------------------------------------------------
+
+
+def test_uncaptured_rows_are_not_checked_and_carry_no_value() -> None:
+    ids = np.full((3, 2, 2), -1)
+    ids[1] = [[3, 4], [5, 6]]
+    routes = Routes(ids, SPEC, captured=np.array([False, True, False]))
+    assert routes.captured.tolist() == [False, True, False]
+    assert routes.first_missing == 0
+    other = Routes(np.stack([ids[1]] * 3), SPEC, captured=np.array([False, True, False]))
+    assert routes == other
+    assert routes.same_sets(other)
+
+
+@pytest.mark.parametrize("captured", [[True], [1, 1, 1], np.ones((3, 1), bool)])
+def test_a_mask_that_is_not_one_boolean_per_row_is_refused(captured: object) -> None:
+    with pytest.raises(RoutesError, match="captured must be 3 booleans"):
+        Routes(random_ids(3, SPEC), SPEC, captured=captured)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_no_copy_of_narrow_contiguous_ids_and_no_writing_through() -> None:
+    ids = random_ids(4, SPEC)
+    routes = Routes(ids, SPEC)
+    assert np.shares_memory(routes.ids, ids)
+    assert np.shares_memory(routes[1:3].ids, ids)
+    with pytest.raises(ValueError, match="read-only"):
+        routes.ids[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        routes.captured[0] = False
+
+
+def test_an_id_costs_one_byte_up_to_256_experts_and_two_above() -> None:
+    assert random_routes(10, SPEC).nbytes == 10 * 2 * 2
+    assert random_routes(10, WIDE).nbytes == 10 * 2 * 3 * 2
+
+
+# -- cutting and joining --------------------------------------------------------------------------
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
+def test_slices_joined_again_are_the_whole(rows: int, a: int, b: int) -> None:
+    a, b = sorted((min(a, rows), min(b, rows)))
+    captured = np.random.default_rng(rows).random(rows) < 0.7
+    whole = Routes(random_ids(rows, SPEC), SPEC, captured=captured, versions=np.arange(rows) // 3)
+    assert Routes.concat([whole[:a], whole[a:b], whole[b:]]) == whole
+    assert np.array_equal(whole[a:b].versions, np.arange(rows)[a:b] // 3)
+    assert np.array_equal(whole[a:b].captured, captured[a:b])
+
+
+@given(st.lists(st.integers(-1, 9), max_size=20))
+def test_take_moves_rows_masks_and_versions_together(index: list[int]) -> None:
+    whole = Routes(random_ids(10, SPEC), SPEC, captured=np.arange(10) != 4, versions=np.arange(10))
+    taken = whole.take(np.array(index, np.int64))
+    for row, source in enumerate(index):
+        assert taken.captured[row] == (source not in (-1, 4))
+        if taken.captured[row]:
+            assert np.array_equal(taken.ids[row], whole.ids[source])
+            assert taken.versions[row] == source
+
+
+def test_select_layers_goes_by_absolute_id() -> None:
+    routes = random_routes(5, SPEC)
+    assert np.array_equal(routes.select_layers([3]).ids[:, 0], routes.ids[:, 1])
+    assert routes.select_layers([3]).spec.layers == (3,)
+
+
+def test_joining_two_models_is_refused() -> None:
+    with pytest.raises(RoutesError, match="another model"):
+        Routes.concat([random_routes(1, SPEC), random_routes(1, WIDE)])
+
+
+def test_a_step_or_a_number_is_refused() -> None:
+    for rows in (slice(0, 4, 2), 3):
+        with pytest.raises(RoutesError, match="slice of rows"):
+            random_routes(5, SPEC)[rows]  # type: ignore[index]
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000))
+def test_sets_do_not_care_for_order_but_equality_does(seed: int) -> None:
+    routes = random_routes(6, WIDE, seed)
+    turned = Routes(routes.ids[..., ::-1], WIDE)
+    assert routes.same_sets(turned)
+    assert routes != turned
+    changed = routes.ids.copy()
+    changed[3, 1, 2] = next(e for e in range(512) if e not in changed[3, 1])
+    assert not routes.same_sets(Routes(changed, WIDE))
+
+
+# -- from an engine -------------------------------------------------------------------------------
+
+
+def engine_array(rows: int, layers: int = 4) -> np.ndarray:
+    array = np.zeros((rows, layers, 2), np.uint8)  # dense layers are zeros
+    array[:, list(SPEC.layers)] = random_ids(rows, SPEC)
+    return array
+
+
+def test_from_engine_picks_the_routed_layers_by_absolute_id() -> None:
+    array = engine_array(5)
+    assert np.array_equal(Routes.from_engine(array, SPEC).ids, array[:, [1, 3]])
+
+
+def test_from_engine_refuses_a_layer_whose_hook_never_ran() -> None:
+    array = engine_array(5)
+    array[:, 3] = 0
+    with pytest.raises(RoutesError, match=r"layers \[3\] are zero in all 5 rows"):
+        Routes.from_engine(array, SPEC)
+
+
+def test_with_top_1_an_all_zero_layer_needs_the_callers_word() -> None:
+    spec = RouterSpec(4, 1, (0,))
+    assert len(Routes.from_engine(np.zeros((1, 1, 1), np.uint8), spec)) == 1
+    with pytest.raises(RoutesError, match="zero in all 2 rows"):
+        Routes.from_engine(np.zeros((2, 1, 1), np.uint8), spec)
+    assert len(Routes.from_engine(np.zeros((2, 1, 1), np.uint8), spec, allow_zero_layers=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((5, 2, 2), "every decoder layer, dense ones included: expected more than 3"),
+        ((5, 4, 3), r"all decoder layers, 2 slots\], got \[5, 4, 3\]"),
+        ((5, 4), r"got \[5, 4\]"),
+    ],
+)
+def test_the_layout_is_never_guessed_from_a_shape(shape: tuple, message: str) -> None:
+    with pytest.raises(RoutesError, match=message):
+        Routes.from_engine(np.ones(shape, np.uint8), SPEC)
+
+
+def test_two_routers_in_a_layer_do_not_fit_one_column() -> None:
+    with pytest.raises(RoutesError, match="two routers"):
+        Routes.from_engine(engine_array(5), RouterSpec(8, 2, (1, 1, 3, 3)))
+
+
+def test_a_known_number_of_layers_is_checked() -> None:
+    spec = RouterSpec(8, 2, (1, 3), num_layers=6)
+    with pytest.raises(RoutesError, match="expected 6"):
+        Routes.from_engine(engine_array(5), spec)
+    assert len(Routes.from_engine(engine_array(5, layers=6), spec)) == 5
+
+
+# -- prefill and decode workers -------------------------------------------------------------------
+
+
+def test_prefill_and_decode_rows_join() -> None:
+    whole = random_routes(10, SPEC)
+    assert Routes.join_prefill_decode(whole[:6], whole[6:]) == whole
+    stale = Routes(random_ids(10, SPEC, seed=9), SPEC, captured=np.arange(10) >= 6)
+    joined = Routes.join_prefill_decode(whole[:6], stale, decode_start=0, prompt_length=6)
+    assert joined[:6] == whole[:6]
+    assert joined[6:] == stale[6:]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "arguments", "message"),
+    [
+        (slice(0, 6), slice(5, 10), {"decode_start": 5}, "overlap: row 5"),
+        (slice(0, 6), slice(7, 10), {"decode_start": 7}, "gap: the prefill rows end at 6, the decode rows start at 7"),
+        (slice(0, 5), slice(6, 10), {"prompt_length": 6}, "expected 6, got 5"),
+        (slice(0, 6), slice(0, 3), {"decode_start": 0}, "gap: the decode rows end at 3"),
+    ],
+)
+def test_prefill_and_decode_rows_that_do_not_meet(prefill: slice, decode: slice, arguments: dict, message: str) -> None:
+    whole = random_routes(10, SPEC)
+    with pytest.raises(RoutesError, match=message):
+        Routes.join_prefill_decode(whole[prefill], whole[decode], **arguments)
+
+
+def test_a_prefill_row_that_was_not_captured_is_refused() -> None:
+    whole = Routes(random_ids(10, SPEC), SPEC, captured=np.arange(10) != 2)
+    with pytest.raises(RoutesError, match="prompt row 2 was not captured"):
+        Routes.join_prefill_decode(whole[:6], whole[6:])
