@@ -1,0 +1,133 @@
+"""Routes to bytes and back, and the formats of other projects. docs/wire_format.md is the byte spec.
+
+    blob = wire.encode(routes, token_ids=prompt_and_completion)    # 0.63 of the raw ids for 8 of 128 experts
+    routes = wire.decode(blob, token_ids=prompt_and_completion)    # checksum, digest and every row checked
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router_replay.errors import WireError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+from router_replay.wire import dense, envelope, sets
+from router_replay.wire.envelope import Header
+from router_replay.wire.peers import (
+    from_dynamo,
+    from_nemo,
+    from_prime_rl,
+    from_sglang,
+    from_skyrl,
+    from_vllm,
+    peer_start,
+    to_dynamo,
+    to_nemo,
+    to_prime_rl,
+    to_sglang,
+    to_skyrl,
+    to_vllm,
+)
+
+__all__ = ["Header", "decode", "encode", "peer_start", "read_header"]
+__all__ += ["from_dynamo", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
+__all__ += ["to_dynamo", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
+
+FREE_BYTES = 256 << 20  # ids of this size are decoded whatever the blob's size is
+FREE_EXPANSION = 64  # and above it, up to this many times the blob's size
+
+
+def encode(
+    routes: Routes,
+    codec: str = "sets",
+    token_ids: Sequence[int] | Any = None,
+    start: int = 0,
+    threads: int = 1,
+) -> bytes:
+    """Write routes as one self-describing, checksummed blob.
+
+    `sets` writes the rank of each set at ceil(log2 C(E, k)) bits and decodes sorted; `dense` writes
+    the raw ids and decodes as a view. `start` is the position of row 0 in its sequence. `token_ids`
+    are those of the whole sequence: their digest goes into the blob, so that a reader who has the
+    tokens knows that these rows are theirs. `threads` are for `sets`.
+    """
+    if codec not in envelope.CODECS:
+        raise WireError(f"codec must be one of {', '.join(map(repr, envelope.CODECS))}, got {codec!r}")
+    payload = sets.encode(routes, threads) if codec == "sets" else dense.encode(routes)
+    header = Header(
+        spec=routes.spec,
+        codec=codec,
+        rows=len(routes),
+        start=start,
+        captured=routes.captured_runs,
+        versions=routes.version_runs,
+        token_digest=None if token_ids is None else envelope.digest_of(token_ids, start + len(routes)),
+        payload_length=len(payload),
+    )
+    return envelope.seal(header, payload)
+
+
+def decode(
+    blob: Any,
+    token_ids: Sequence[int] | Any = None,
+    spec: RouterSpec | None = None,
+    threads: int = 1,
+    max_bytes: int | None = None,
+    check_rows: bool = True,
+) -> Routes:
+    """Read a blob (bytes, bytearray, memoryview or mmap), or raise WireError with the reason.
+
+    `token_ids` are those of the whole sequence; the blob must carry their digest. `spec` is the
+    model's, where the caller knows it. Every captured row is checked for range and repeated experts.
+
+    A `dense` blob decodes as a read-only view: it keeps the blob alive, and a mutable blob must not
+    be changed afterwards. A `sets` blob is unpacked into at most `max_bytes`; unless that is given,
+    into 256 MiB or 64 times the blob's size, whichever is more, so that a few hostile bytes cannot
+    fill the memory.
+
+    `check_rows=False` leaves the row check of a `dense` blob out, for blobs whose writer is known to
+    be this package: it writes checked rows only, and the checksum, which is always verified, says
+    that they arrived as written. The check costs up to the time of a copy with many slots per row.
+    """
+    view = envelope.as_bytes(blob)
+    header = _parse(view)
+    if spec is not None and spec != header.spec:
+        raise WireError(f"the blob holds routes of another model: expected {spec}, got {header.spec}")
+    if token_ids is not None:
+        envelope.check_digest(header, token_ids)
+    if header.codec == "dense":
+        ids = dense.decode(view, header, check_rows)
+    else:
+        envelope.check_sum(view)
+        ids = sets.decode(view, header, threads, _limit(view, max_bytes))
+    known = header.spec if spec is None or header.spec.num_layers is not None else spec
+    return Routes._trusted(ids, known, header.captured, header.versions)
+
+
+def read_header(blob: Any) -> Header:
+    """What a blob says about itself, without unpacking its rows. The checksum of the whole is verified."""
+    view = envelope.as_bytes(blob)
+    header = _parse(view)
+    envelope.check_sum(view)
+    return header
+
+
+def _parse(view: memoryview) -> Header:
+    header = envelope.parse(view)
+    if header.codec == "sets" and header.spec.ordered:
+        raise WireError("codec 'sets' cannot hold routes whose slot order has a meaning (spec.ordered=True)")
+    expected = (sets if header.codec == "sets" else dense).payload_length(header)
+    if header.payload_length != expected:
+        raise WireError(
+            f"payload_length: {header.rows} rows of {header.spec.row_shape[0]} layers, {header.spec.top_k} of "
+            f"{header.spec.num_experts} experts, take {expected} bytes with codec {header.codec!r}, "
+            f"got {header.payload_length}"
+        )
+    return header
+
+
+def _limit(view: memoryview, max_bytes: int | None) -> int:
+    return max(FREE_BYTES, FREE_EXPANSION * len(view)) if max_bytes is None else max_bytes

@@ -1,0 +1,69 @@
+"""Codec `dense`: the raw narrow ids of all rows, which decode as a view on the blob.
+
+Rows that were not captured are written as zeros, so that the same routes are always the same bytes.
+
+Shapes: T rows, L layers, K slots; N = T * L sets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router_replay import kernel
+from router_replay.errors import WireError
+from router_replay.routes import Routes
+from router_replay.wire.envelope import CHECKSUM_BYTES, Header, check_sum
+
+
+def payload_length(header: Header) -> int:
+    return header.rows * header.spec.row_bytes
+
+
+def encode(routes: Routes) -> np.ndarray:
+    ids_TLK = routes.ids
+    if not routes.all_captured:
+        ids_TLK = np.where(routes.captured[:, None, None], ids_TLK, ids_TLK.dtype.type(0))
+    little = np.ascontiguousarray(ids_TLK, ids_TLK.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8)
+
+
+def decode(view: memoryview, header: Header, check_rows: bool) -> np.ndarray:
+    """The ids [T, L, K] as a view, after the checksum and, unless told otherwise, every row was checked.
+
+    The checksum is complained of first: damage on the way is not the writer's fault.
+    """
+    spec, offset = header.spec, header.payload_offset
+    stored = spec.dtype.newbyteorder("<")
+    ids_NK = np.frombuffer(view[offset:-CHECKSUM_BYTES], stored).astype(spec.dtype, copy=False).reshape(-1, spec.top_k)
+    ids_TLK = ids_NK.reshape(header.rows, *spec.row_shape)
+    if not check_rows:
+        check_sum(view)
+        return ids_TLK
+    if header.captured_rows == header.rows:
+        data = view[:-CHECKSUM_BYTES]
+        computed, bad = kernel.hash_and_check(data, offset, spec.top_k, spec.num_experts, stored)
+        check_sum(view, computed)
+        _refuse(ids_NK, header, bad)
+        return ids_TLK
+    check_sum(view)
+    for start, end, captured in header.captured:
+        first, last = start * len(spec.layers), end * len(spec.layers)
+        if captured:
+            bad = kernel.first_bad_set(ids_NK[first:last], spec.num_experts)
+            _refuse(ids_NK, header, bad if bad < 0 else first + bad)
+        elif ids_NK[first:last].any():
+            row = start + int(np.argmax(ids_TLK[start:end].any(axis=(1, 2))))
+            raise WireError(f"row {row} is not captured, so its ids must be zero")
+    return ids_TLK
+
+
+def _refuse(ids_NK: np.ndarray, header: Header, bad: int) -> None:
+    """Raise for the bad set of this number; -1 is none."""
+    if bad < 0:
+        return
+    spec = header.spec
+    row, column = divmod(bad, len(spec.layers))
+    raise WireError(
+        f"row {row}, layer {spec.layers[column]}: experts {ids_NK[bad].tolist()} "
+        f"repeat one or are not all in [0, {spec.num_experts})"
+    )

@@ -1,0 +1,263 @@
+"""The envelope of a blob: who wrote these rows, for which model, which tokens, and is it intact.
+
+    | fixed header, 64 bytes | runs, digest, layers, zeros to 16 | payload | XXH3-64 of all before |
+
+Reading trusts nothing: every length is checked against the bytes that are there before anything is
+allocated, and there is one way only to write a header. docs/wire_format.md is the normative text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from router_replay.errors import SpecError, WireError
+from router_replay.runs import Runs
+from router_replay.spec import RouterSpec
+
+MAGIC = b"\x89RRW\r\n\x1a\n"  # as PNG's: not text, and broken by whatever converts line ends
+FORMAT_VERSION = 1
+CODECS = ("dense", "sets")  # the codec field is the index
+ALIGNMENT = 16  # of the payload from the blob's start
+MAX_ROWS = 1 << 40  # also for start
+CHECKSUM_BYTES = 8
+DIGEST_BYTES = 16
+
+ORDERED, HAS_VERSIONS, HAS_DIGEST, FIRST_ROW_CAPTURED = 1, 2, 4, 8
+KNOWN_FLAGS = 15
+
+# magic, format version, codec, flags, header length, experts, top k, decoder layers (0: unknown), routed layers,
+# rows, start, payload length, captured runs, version runs
+_FIXED = struct.Struct("<8sHBBIIIIIQQQII")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """What a blob says about its rows. `start` is the position of row 0 in its sequence of tokens."""
+
+    spec: RouterSpec
+    codec: str
+    rows: int
+    start: int
+    captured: Runs
+    versions: Runs | None
+    token_digest: bytes | None
+    payload_length: int
+
+    @property
+    def has_token_digest(self) -> bool:
+        return self.token_digest is not None
+
+    @property
+    def captured_rows(self) -> int:
+        return sum(end - start for start, end in self.captured.spans(True))
+
+    @property
+    def payload_offset(self) -> int:
+        versions = 0 if self.versions is None else len(self.versions.ends)
+        return _header_length(len(self.captured.ends), versions, self.has_token_digest, len(self.spec.layers))
+
+
+def as_bytes(blob: Any) -> memoryview:
+    """A flat view of what the caller holds."""
+    try:
+        view = memoryview(blob)
+    except TypeError:
+        raise WireError(
+            f"a blob is bytes, bytearray, memoryview or mmap, got {type(blob).__name__}; "
+            "text of another project goes to its own reader, such as wire.from_vllm"
+        ) from None
+    if not view.contiguous:
+        raise WireError("a blob must lie in one piece, got a memoryview with gaps; pass bytes(view)")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+# -- writing ----------------------------------------------------------------------------------------
+
+
+def seal(header: Header, payload: Any) -> bytes:
+    """Header, payload and checksum as one blob."""
+    front = _write(header)
+    checksum = xxhash.xxh3_64(front)
+    checksum.update(payload)
+    return b"".join((front, payload, checksum.intdigest().to_bytes(CHECKSUM_BYTES, "little")))
+
+
+def _write(header: Header) -> bytes:
+    spec, versions, captured = header.spec, header.versions, header.captured
+    if isinstance(header.start, bool) or not isinstance(header.start, int | np.integer) or header.start < 0:
+        raise WireError(f"start must be the position of the first row, 0 or more, got {header.start!r}")
+    if max(header.rows, header.start) > MAX_ROWS:
+        raise WireError(f"rows and start must not exceed 2**40, got {header.rows} and {header.start}")
+    if max(spec.layers[-1], spec.num_layers or 0) >= 1 << 32:
+        raise WireError(f"layer ids must be below 2**32, got {spec.layers[-1]} of {spec.num_layers}")
+    flags = (ORDERED if spec.ordered else 0) | (HAS_VERSIONS if versions is not None else 0)
+    flags |= HAS_DIGEST if header.has_token_digest else 0
+    flags |= FIRST_ROW_CAPTURED if header.rows and captured.values[0] else 0
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        CODECS.index(header.codec),
+        flags,
+        header.payload_offset,
+        spec.num_experts,
+        spec.top_k,
+        spec.num_layers or 0,
+        len(spec.layers),
+        header.rows,
+        header.start,
+        header.payload_length,
+        len(captured.ends),
+        0 if versions is None else len(versions.ends),
+    )
+    parts = [fixed, _lengths(captured).astype("<u8").tobytes()]
+    if versions is not None:
+        pairs = np.stack([np.array(versions.values, "<u8"), _lengths(versions)], axis=1)
+        parts.append(pairs.astype("<u8").tobytes())
+    parts += [header.token_digest or b"", np.array(spec.layers, "<u4").tobytes()]
+    front = b"".join(parts)
+    return front + bytes(header.payload_offset - len(front))
+
+
+def _lengths(runs: Runs) -> np.ndarray:
+    return np.diff(np.array(runs.ends, np.uint64), prepend=np.uint64(0))
+
+
+def _header_length(captured_runs: int, version_runs: int, digest: bool, layers: int) -> int:
+    used = _FIXED.size + 8 * captured_runs + 16 * version_runs + DIGEST_BYTES * digest + 4 * layers
+    return -(-used // ALIGNMENT) * ALIGNMENT
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+def parse(view: memoryview) -> Header:
+    """The header, complete and canonical, of a blob whose lengths add up. The checksum is not looked at."""
+    if view[: len(MAGIC)] != MAGIC:
+        raise WireError(f"magic: these are not routes of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
+    if len(view) < _FIXED.size + CHECKSUM_BYTES:
+        raise WireError(f"truncated: a blob has {_FIXED.size + CHECKSUM_BYTES} bytes or more, got {len(view)}")
+    (
+        (_, version, codec, flags, length, experts, top_k, num_layers, layer_count),
+        (rows, start, payload_length, captured_count, version_count),
+    ) = (fields := _FIXED.unpack_from(view))[:9], fields[9:]
+    if version != FORMAT_VERSION:
+        raise WireError(f"format version: this reader knows {FORMAT_VERSION}, got {version}; update router-replay")
+    if codec >= len(CODECS):
+        raise WireError(f"codec: expected 0 (dense) or 1 (sets), got {codec}")
+    if flags & ~KNOWN_FLAGS:
+        raise WireError(f"flags: reserved bits must be zero, got {flags:#04x}")
+    if max(rows, start) > MAX_ROWS:
+        raise WireError(f"rows and start must not exceed 2**40, got {rows} and {start}")
+    expected = _header_length(captured_count, version_count, bool(flags & HAS_DIGEST), layer_count)
+    if length != expected:
+        raise WireError(f"header length: its counts add up to {expected} bytes, got {length}")
+    if length + payload_length + CHECKSUM_BYTES != len(view):
+        raise WireError(
+            f"length: the header tells of {length + payload_length + CHECKSUM_BYTES} bytes, got {len(view)}: "
+            "the blob was truncated, or something was appended"
+        )
+    captured_end = _FIXED.size + 8 * captured_count
+    versions_end = captured_end + 16 * version_count
+    digest_end = versions_end + (DIGEST_BYTES if flags & HAS_DIGEST else 0)
+    layers_end = digest_end + 4 * layer_count
+    if any(view[layers_end:length]):
+        raise WireError("header padding must be zero")
+    layers = bytes(view[digest_end:layers_end])
+    read_spec = _spec if layer_count <= 1024 else _spec.__wrapped__  # the cache keeps nothing large
+    return Header(
+        spec=read_spec(experts, top_k, layers, bool(flags & ORDERED), num_layers),
+        codec=CODECS[codec],
+        rows=rows,
+        start=start,
+        captured=_captured(view[_FIXED.size : captured_end], bool(flags & FIRST_ROW_CAPTURED), rows),
+        versions=_versions(view[captured_end:versions_end], bool(flags & HAS_VERSIONS), rows),
+        token_digest=bytes(view[versions_end:digest_end]) if flags & HAS_DIGEST else None,
+        payload_length=payload_length,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _spec(experts: int, top_k: int, layers: bytes, ordered: bool, num_layers: int) -> RouterSpec:
+    """A process reads many blobs of few models, and checking a spec takes as long as hashing a megabyte."""
+    try:
+        return RouterSpec(experts, top_k, tuple(np.frombuffer(layers, "<u4").tolist()), ordered, num_layers or None)
+    except SpecError as error:
+        raise WireError(f"spec: {error}") from None
+
+
+def _captured(field: memoryview, first: bool, rows: int) -> Runs:
+    """Runs of captured and uncaptured rows in turn."""
+    ends = _ends(np.frombuffer(field, "<u8"), rows, "captured runs")
+    if first and not rows:
+        raise WireError("flags: there is no row 0 that could be captured")
+    return Runs([(number % 2 == 0) == first for number in range(len(ends))], ends)
+
+
+def _versions(field: memoryview, present: bool, rows: int) -> Runs | None:
+    if not present:
+        if len(field):
+            raise WireError("version runs: there are some, but the flag says that there are none")
+        return None
+    pairs = np.frombuffer(field, "<u8").reshape(-1, 2)
+    ends, values = _ends(pairs[:, 1], rows, "version runs"), pairs[:, 0]
+    if len(values) and int(values.max()) >= 1 << 63:
+        raise WireError(f"version runs: a policy version must be below 2**63, got {values.max()}")
+    if (values[1:] == values[:-1]).any():
+        raise WireError("version runs: neighbouring runs must differ in their version")
+    return Runs(values.tolist(), ends)
+
+
+def _ends(lengths: np.ndarray, rows: int, name: str) -> list[int]:
+    if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > rows):
+        raise WireError(f"{name}: a run has 1 to {rows} rows, got {lengths.min()} to {lengths.max()}")
+    ends = list(itertools.accumulate(lengths.tolist()))
+    total = ends[-1] if ends else 0
+    if total != rows:
+        raise WireError(f"{name}: they must add up to the {rows} rows, got {total}")
+    return ends
+
+
+# -- checksum and digest ----------------------------------------------------------------------------
+
+
+def check_sum(view: memoryview, computed: int | None = None) -> None:
+    """Raise unless the last 8 bytes are the XXH3-64 of all before them."""
+    if computed is None:
+        computed = xxhash.xxh3_64_intdigest(view[:-CHECKSUM_BYTES])
+    stored = int.from_bytes(view[-CHECKSUM_BYTES:], "little")
+    if computed != stored:
+        raise WireError(
+            f"checksum: the bytes were damaged on the way: expected {stored:#018x}, they hash to {computed:#018x}"
+        )
+
+
+def digest_of(token_ids: Sequence[int] | Any, end: int) -> bytes:
+    """XXH3-128 of the token ids as little-endian int64, after checking that rows up to `end` have their token."""
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
+        raise WireError(f"token_ids must be one sequence of integers, got {tokens.dtype} {list(tokens.shape)}")
+    if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) >= 1 << 63:
+        raise WireError(f"token_ids must be below 2**63, got {tokens.max()}")
+    if end > len(tokens):
+        raise WireError(f"token_ids: the rows end at position {end}, but there are {len(tokens)} tokens only")
+    return xxhash.xxh3_128_intdigest(tokens.astype("<i8").tobytes()).to_bytes(DIGEST_BYTES, "little")
+
+
+def check_digest(header: Header, token_ids: Sequence[int] | Any) -> None:
+    """Raise unless the rows belong to these tokens."""
+    if header.token_digest is None:
+        raise WireError("token_ids were given, but the blob has no token digest: encode it with token_ids=")
+    digest = digest_of(token_ids, header.start + header.rows)
+    if digest != header.token_digest:
+        raise WireError(
+            f"token digest: these routes belong to other tokens: the blob says {header.token_digest.hex()}, "
+            f"the {len(token_ids)} tokens given have {digest.hex()}"
+        )

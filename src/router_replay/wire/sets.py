@@ -1,0 +1,62 @@
+"""Codec `sets`: the rank of each captured set, at ceil(log2 C(E, k)) bits, without holes.
+
+A row of 48 layers with 8 of 128 experts takes 48 * 41 bits = 246 bytes instead of 384. Only
+captured rows are in the payload; the others decode as zeros. Slots decode in ascending order.
+
+Shapes: T rows, L layers, K slots; N = captured rows * L sets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router_replay import kernel
+from router_replay.errors import WireError
+from router_replay.routes import Routes
+from router_replay.wire.envelope import CHECKSUM_BYTES, Header
+
+
+def payload_length(header: Header) -> int:
+    spec = header.spec
+    bits = header.captured_rows * len(spec.layers) * kernel.rank_bits(spec.num_experts, spec.top_k)
+    return (bits + 7) // 8
+
+
+def encode(routes: Routes, threads: int) -> np.ndarray:
+    spec = routes.spec
+    if spec.ordered:
+        raise WireError(
+            "codec 'sets' sorts the slots of a row, but this model gives their order a meaning "
+            "(spec.ordered=True): use codec='dense'"
+        )
+    ids_TLK = routes.ids if routes.all_captured else routes.ids[routes.captured]
+    return kernel.encode_sets(ids_TLK.reshape(-1, spec.top_k), spec.num_experts, threads)
+
+
+def decode(view: memoryview, header: Header, threads: int, max_bytes: int) -> np.ndarray:
+    spec, rows = header.spec, header.rows
+    if rows * spec.row_bytes > max_bytes:
+        raise WireError(
+            f"{len(view)} bytes would unpack to {rows} rows of {spec.row_bytes} bytes, more than the limit of "
+            f"{max_bytes}; if you trust the sender, pass decode(..., max_bytes={rows * spec.row_bytes})"
+        )
+    known = header.captured_rows
+    payload = view[header.payload_offset : -CHECKSUM_BYTES]
+    try:
+        ids_NK = kernel.decode_sets(
+            payload, known * len(spec.layers), spec.top_k, spec.num_experts, spec.dtype, threads
+        )
+    except kernel.BadRank as error:
+        row, column = divmod(error.number, len(spec.layers))
+        raise WireError(f"captured row {row}, layer {spec.layers[column]}: {error}") from None
+    except ValueError as error:
+        raise WireError(f"payload: {error}") from None
+    captured_TLK = ids_NK.reshape(known, *spec.row_shape)
+    if known == rows:
+        return captured_TLK
+    ids_TLK = np.zeros((rows, *spec.row_shape), spec.dtype)
+    taken = 0
+    for start, end in header.captured.spans(True):
+        ids_TLK[start:end] = captured_TLK[taken : taken + end - start]
+        taken += end - start
+    return ids_TLK
