@@ -1,0 +1,5 @@
+"""Turns, resumes and branches of one rollout, stitched into one sequence of tokens and rows."""
+
+from router_replay.stitch.trajectory import Trajectory as Trajectory
+
+__all__ = ["Trajectory"]

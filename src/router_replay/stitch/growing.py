@@ -1,0 +1,34 @@
+"""A 1-D array that grows at its end in amortised constant time per element."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class GrowingArray:
+    """`extend` copies the new elements in; `view` is a read-only look at all of them, without a copy."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self._buffer = np.empty(0, dtype)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, *parts: np.ndarray) -> None:
+        needed = self._length + sum(len(part) for part in parts)
+        if needed > len(self._buffer):
+            buffer = np.empty(max(needed, 2 * len(self._buffer)), self._buffer.dtype)
+            buffer[: self._length] = self._buffer[: self._length]
+            self._buffer = buffer
+        for part in parts:
+            self._buffer[self._length : self._length + len(part)] = part
+            self._length += len(part)
+
+    @property
+    def view(self) -> np.ndarray:
+        view = self._buffer[: self._length]
+        view.flags.writeable = False
+        return view

@@ -1,0 +1,205 @@
+"""Trajectory: one engine response after another becomes one sequence of tokens, log-probs and rows.
+
+A prompt of three tokens, two sampled, then a tool's answer of one token and one more sampled:
+
+    trajectory = Trajectory(spec)
+    trajectory.append([5, 6, 7], [8, 9], [-0.1, -0.2], rows_0_to_3)          # 3 + 2 - 1 = 4 rows
+    trajectory.next_start                                                    # 4: leave rows 0..3 out
+    trajectory.append([5, 6, 7, 8, 9, 1], [2], [-0.3], rows_4_to_5, start=4) # row 4 is the boundary row
+    trajectory.loss_mask                                                     # 0 0 0 1 1 0 1
+
+Row i belongs to the token at position i as an input. The last sampled token was never forwarded: its
+row is the boundary row, missing until the next response supplies it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from router_replay.errors import StitchError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+from router_replay.stitch.growing import GrowingArray
+from router_replay.stitch.rows import RowStore
+
+
+class Trajectory:
+    """The tokens of one rollout with what is known of each; grows by `append`."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self.spec = spec
+        self._tokens = GrowingArray(np.int64)
+        self._logprobs = GrowingArray(np.float32)
+        self._loss_mask = GrowingArray(np.bool_)
+        self._rows = RowStore(spec)
+
+    def append(
+        self,
+        prompt_ids: ArrayLike,
+        completion_ids: ArrayLike,
+        logprobs: ArrayLike,
+        routes: Routes | None,
+        start: int = 0,
+        version: int = 0,
+        *,
+        allow_gap: bool = False,
+        branch: bool = False,
+    ) -> Trajectory:
+        """Add one engine response; returns the trajectory that took it.
+
+        `routes` are the rows [start, prompt + completion - 1). They may be None where nothing was
+        generated (an abort before the first token). Rows that are already known are kept: the
+        log-probs were sampled with them. `version` is the policy version of rows that do not carry
+        their own. `allow_gap` takes a response whose rows leave a hole; it stays uncaptured.
+
+        The prompt must extend the tokens so far. Where it does not, StitchError names the first
+        difference; with `branch=True` the response goes to a new Trajectory that shares the rows of
+        the common prefix, whose loss mask is 0 there: those tokens are trained where they were sampled.
+        """
+        prompt = _token_array(prompt_ids, "prompt_ids")
+        completion = _token_array(completion_ids, "completion_ids")
+        sampled_logprobs = _logprob_array(logprobs, len(completion))
+        if not len(prompt):
+            raise StitchError("prompt_ids is empty: a response has at least one prompt token")
+        same = self._common_prefix(prompt)
+        target = self
+        if same < len(self._tokens):
+            if not branch:
+                raise StitchError(self._difference(prompt, same))
+            target = self._branch(same)
+        rows = target._fitting_rows(routes, start, len(prompt), len(completion), allow_gap)
+        if rows is not None and rows.version_runs is None:
+            rows = rows.with_versions(version)
+        target._take(prompt[same:], completion, sampled_logprobs, rows, start)
+        return target
+
+    # -- reading --------------------------------------------------------------------------------
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self._tokens.view
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """The rollout's log-prob of each sampled token; 0.0 where loss_mask is False."""
+        return self._logprobs.view
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """True where the policy sampled the token."""
+        return self._loss_mask.view
+
+    @property
+    def routes(self) -> Routes:
+        """One row per token; rows that nobody has supplied yet, such as the last, are uncaptured."""
+        return self._rows.view(len(self._tokens))
+
+    @property
+    def next_start(self) -> int:
+        """How many rows the engine may leave out of its next response: all before the first unknown one."""
+        return self._rows.first_missing
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __repr__(self) -> str:
+        return f"Trajectory({len(self)} tokens, {int(self.loss_mask.sum())} sampled, next_start={self.next_start})"
+
+    # -- the work -------------------------------------------------------------------------------
+
+    def _common_prefix(self, prompt: np.ndarray) -> int:
+        """How many of our tokens the prompt repeats."""
+        shared = min(len(prompt), len(self._tokens))
+        differs = prompt[:shared] != self.token_ids[:shared]
+        return int(differs.argmax()) if differs.any() else shared
+
+    def _difference(self, prompt: np.ndarray, at: int) -> str:
+        advice = "history must not be re-tokenised or cut; pass branch=True to start a new branch there"
+        if at == len(prompt):
+            return f"the prompt ends at position {at}, but the trajectory has {len(self._tokens)} tokens: {advice}"
+        return (
+            f"the prompt does not extend the trajectory: at position {at} of {len(self._tokens)} the trajectory "
+            f"has token {self.token_ids[at]}, the prompt {prompt[at]}: {advice}"
+        )
+
+    def _branch(self, stop: int) -> Trajectory:
+        other = Trajectory(self.spec)
+        other._tokens.extend(self.token_ids[:stop])
+        other._logprobs.extend(np.zeros(stop, np.float32))
+        other._loss_mask.extend(np.zeros(stop, bool))
+        other._rows = self._rows.share(stop)
+        return other
+
+    def _fitting_rows(
+        self, routes: Routes | None, start: int, prompt: int, completion: int, allow_gap: bool
+    ) -> Routes | None:
+        if routes is None:
+            if completion and not allow_gap:
+                raise StitchError(
+                    f"{completion} tokens came without routes: is capture switched on in the engine? "
+                    "allow_gap=True takes them and leaves their rows uncaptured"
+                )
+            return None
+        if not isinstance(routes, Routes):
+            raise StitchError(f"routes must be a Routes, got {type(routes).__name__}; see router_replay.wire.from_*")
+        if routes.spec != self.spec:
+            raise StitchError(f"routes are of another model: expected {self.spec}, got {routes.spec}")
+        end = prompt + completion - 1
+        if isinstance(start, bool) or not isinstance(start, int | np.integer) or not 0 <= start <= end:
+            raise StitchError(
+                f"start must be an integer in [0, {end}] for {prompt} + {completion} tokens, got {start!r}"
+            )
+        if len(routes) != end - start:
+            raise StitchError(
+                f"expected {end - start} rows (prompt {prompt} + completion {completion} - 1 - start {start}), "
+                f"got {len(routes)}: "
+                + (
+                    "did the engine return all rows, although start says that some were left out?"
+                    if len(routes) == end
+                    else "rows and tokens of this response do not belong together"
+                )
+            )
+        known = len(self._rows)
+        if start > known and not allow_gap:
+            raise StitchError(
+                f"rows [{known}, {start}) are missing: the response starts at row {start}, the trajectory knows "
+                f"{known}; ask the engine from next_start={self.next_start} on, or pass allow_gap=True"
+            )
+        return routes
+
+    def _take(
+        self, environment: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, rows: Routes | None, start: int
+    ) -> None:
+        """Everything was checked: from here on nothing raises, so a response is taken whole or not at all."""
+        self._tokens.extend(environment, completion)
+        self._logprobs.extend(np.zeros(len(environment), np.float32), logprobs)
+        self._loss_mask.extend(np.zeros(len(environment), bool), np.ones(len(completion), bool))
+        if rows is None:
+            return
+        known = len(self._rows)
+        if start > known:
+            self._rows.append(Routes.missing(start - known, self.spec))
+        elif start < known:
+            self._rows.fill(rows, start)
+        fresh = rows[max(0, known - start) :]
+        # A slice would keep the whole response alive; over many turns that is quadratic memory.
+        self._rows.append(fresh if len(fresh) == len(rows) else fresh.copy())
+
+
+def _token_array(tokens: Any, name: str) -> np.ndarray:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
+        raise StitchError(f"{name} must be a flat sequence of token ids, got {array.dtype} {list(array.shape)}")
+    return array.astype(np.int64, copy=False)
+
+
+def _logprob_array(logprobs: Any, tokens: int) -> np.ndarray:
+    array = np.asarray(logprobs, np.float32)
+    if array.shape != (tokens,):
+        raise StitchError(f"logprobs must be {tokens} numbers, one per completion token, got {list(array.shape)}")
+    if np.isnan(array).any():
+        raise StitchError(f"the log-prob of completion token {int(np.isnan(array).argmax())} is NaN")
+    return array
