@@ -1,0 +1,139 @@
+"""pack: samples into bins of at most `max_tokens` slots, by one layout for everything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from router_replay.batch.sample import Sample, SampleLike
+from router_replay.batch.types import NO_LABEL, Batch
+from router_replay.errors import BatchError
+from router_replay.routes import Routes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every sample goes. The only thing that knows; tokens, masks and rows are all laid out by it."""
+
+    bins: tuple[tuple[int, ...], ...]  # sample numbers per bin, in order
+    lengths: tuple[int, ...]  # tokens of each sample
+    padded: tuple[int, ...]  # slots of each sample
+
+    @property
+    def order(self) -> list[int]:
+        return [sample for members in self.bins for sample in members]
+
+    def lay_out(self, arrays: Sequence[np.ndarray], fill: Any) -> np.ndarray:
+        pieces = []
+        for sample in self.order:
+            array = arrays[sample]
+            pieces += [array, np.full(self.padded[sample] - len(array), fill, array.dtype)]
+        return np.concatenate(pieces)
+
+    def lay_out_rows(self, routes: Sequence[Routes]) -> Routes:
+        pieces = []
+        for sample in self.order:
+            rows = routes[sample]
+            pieces += [rows, Routes.missing(self.padded[sample] - len(rows), rows.spec)]
+        return Routes.concat(pieces)
+
+
+def pack(
+    samples: Sequence[SampleLike],
+    max_tokens: int,
+    pad_to_multiple_of: int = 1,
+    *,
+    pad_token_id: int = 0,
+    on_missing: Literal["raise", "live"] = "raise",
+) -> Batch:
+    """Pack samples (Trajectory, Sample or alike) first-fit decreasing; the same input gives the same batch.
+
+    Every sequence is padded at its end to `pad_to_multiple_of` slots, so that it can be sharded
+    whichever way; padding is uncaptured and bears no loss. A row that predicts a token of the loss
+    must be captured, unless `on_missing="live"` leaves such rows to the live router.
+    """
+    if on_missing not in ("raise", "live"):
+        raise BatchError(f'on_missing must be "raise" or "live", got {on_missing!r}')
+    checked = [Sample.of(sample, where=f"sample {number}") for number, sample in enumerate(samples)]
+    routes = _all_routes(checked)
+    if on_missing == "raise":
+        _refuse_missing(checked)
+    layout = first_fit_decreasing([len(sample) for sample in checked], max_tokens, pad_to_multiple_of)
+
+    def laid(values: Sequence[np.ndarray], fill: Any) -> np.ndarray:
+        return layout.lay_out(values, fill)
+
+    tokens = [sample.token_ids for sample in checked]
+    masks = [sample.loss_mask for sample in checked]
+    logprobs = [sample.logprobs for sample in checked]
+    advantages = [np.asarray(sample.advantages) for sample in checked]
+    ordered_slots = [layout.padded[sample] for sample in layout.order]
+    bin_slots = [sum(layout.padded[sample] for sample in members) for members in layout.bins]
+    return Batch(
+        token_ids=laid(tokens, pad_token_id),
+        position_ids=np.concatenate([np.arange(slots) for slots in ordered_slots]),
+        sample_ids=laid([np.full(len(sample), number) for number, sample in enumerate(checked)], -1),
+        loss_mask=laid(masks, False),
+        logprobs=laid(logprobs, 0.0),
+        advantages=laid(advantages, 0.0),
+        labels=laid([array[1:] for array in tokens], NO_LABEL),
+        label_mask=laid([array[1:] for array in masks], False),
+        label_logprobs=laid([array[1:] for array in logprobs], 0.0),
+        label_advantages=laid([array[1:] for array in advantages], 0.0),
+        routes=None if routes is None else layout.lay_out_rows(routes),
+        cu_seqlens=np.cumsum([0, *ordered_slots], dtype=np.int32),
+        bin_ends=np.cumsum(bin_slots),
+        slots=np.arange(sum(bin_slots)),
+    )
+
+
+def first_fit_decreasing(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Layout:
+    """Longest first, each into the first bin with room; ties keep the order given."""
+    if multiple < 1:
+        raise BatchError(f"pad_to_multiple_of must be at least 1, got {multiple}")
+    if not lengths:
+        raise BatchError("there are no samples to pack")
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    bins: list[list[int]] = []
+    room = np.zeros(len(lengths), np.int64)  # of the bins opened so far; the rest is 0
+    for sample in sorted(range(len(lengths)), key=lambda number: -padded[number]):
+        if padded[sample] > max_tokens:
+            raise BatchError(
+                f"sample {sample} needs {padded[sample]} slots ({lengths[sample]} tokens, padded to a multiple of "
+                f"{multiple}), max_tokens is {max_tokens}: raise max_tokens or drop the sample"
+            )
+        fits = room[: len(bins)] >= padded[sample]
+        chosen = int(fits.argmax()) if fits.any() else len(bins)
+        if chosen == len(bins):
+            bins.append([])
+            room[chosen] = max_tokens
+        bins[chosen].append(sample)
+        room[chosen] -= padded[sample]
+    return Layout(tuple(map(tuple, bins)), tuple(lengths), tuple(padded))
+
+
+def _all_routes(samples: Sequence[Sample]) -> list[Routes] | None:
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    if not routes:
+        return None
+    for number, sample in enumerate(samples):
+        if sample.routes is None:
+            raise BatchError(
+                f"sample {number} has no routes, others have: give Routes.missing(tokens, spec) to route it live"
+            )
+        if sample.routes.spec != routes[0].spec:
+            raise BatchError(f"sample {number} is of another model: {sample.routes.spec}, expected {routes[0].spec}")
+    return routes
+
+
+def _refuse_missing(samples: Sequence[Sample]) -> None:
+    for number, sample in enumerate(samples):
+        row = sample.first_missing_loss_row()
+        if row is not None:
+            raise BatchError(
+                f"sample {number}: row {row} predicts token {row + 1}, which bears loss, and was not captured: "
+                'find out why the engine left it out, or pass on_missing="live" to route it live'
+            )

@@ -1,0 +1,134 @@
+"""Batch: the arrays of packed sequences, every one in the same slot order.
+
+Two samples, [5, 6, 7] and [8, 9], packed into one bin padded to multiples of 4:
+
+    slot          0  1  2  3 | 4  5  6  7
+    token_ids     5  6  7  0 | 8  9  0  0
+    position_ids  0  1  2  3 | 0  1  2  3
+    labels        6  7  .  . | 9  .  .  .        the token that the slot predicts; NO_LABEL for none
+    sample_ids    0  0  0 -1 | 1  1 -1 -1
+    cu_seqlens    0            4           8
+
+`token_*` order and row order are one. `loss_mask`, `logprobs` and `advantages` speak of the token in
+the slot; `label_mask`, `label_logprobs` and `label_advantages` of the token that the slot predicts,
+which is what a loss needs and what stays right when the slots are spread over ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from router_replay.batch.sharding import ShardKind, shard_index
+from router_replay.errors import BatchError
+from router_replay.routes import Routes
+
+if TYPE_CHECKING:
+    from router_replay.batch.tensors import TensorBatch
+
+NO_LABEL = -100
+PER_SLOT = (
+    "token_ids", "position_ids", "sample_ids", "loss_mask", "logprobs", "advantages",
+    "labels", "label_mask", "label_logprobs", "label_advantages",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Packed sequences. Arrays are [slots]; `routes` has one row per slot, or is None.
+
+    A batch of several bins is their concatenation; `bins()` gives them one by one, as micro-batches
+    of at most `max_tokens` slots. In a shard, `cu_seqlens` still describes the whole batch (sequence
+    parallel attention runs on whole sequences) and `slots` says which of its slots are here.
+    """
+
+    token_ids: np.ndarray
+    position_ids: np.ndarray
+    sample_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    labels: np.ndarray
+    label_mask: np.ndarray
+    label_logprobs: np.ndarray
+    label_advantages: np.ndarray
+    routes: Routes | None
+    cu_seqlens: np.ndarray
+    bin_ends: np.ndarray
+    slots: np.ndarray
+    shard_of: tuple[int, int, ShardKind] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.bin_ends)
+
+    @property
+    def max_seqlen(self) -> int:
+        return int(np.diff(self.cu_seqlens).max())
+
+    @property
+    def nbytes(self) -> int:
+        """What this batch weighs when it is sent."""
+        arrays = sum(getattr(self, name).nbytes for name in (*PER_SLOT, "cu_seqlens", "bin_ends", "slots"))
+        return arrays + (self.routes.nbytes if self.routes is not None else 0)
+
+    def bins(self) -> Iterator[Batch]:
+        """The bins as batches of their own: micro-batches for gradient accumulation."""
+        self._refuse_shard("bins")
+        start = 0
+        for end in self.bin_ends.tolist():
+            inside = self.cu_seqlens[(self.cu_seqlens >= start) & (self.cu_seqlens <= end)]
+            yield self._take(
+                np.arange(start, end),
+                cu_seqlens=inside - start,
+                bin_ends=np.array([end - start]),
+                slots=np.arange(end - start),
+            )
+            start = end
+
+    def shard(self, rank: int, size: int, kind: ShardKind = "contiguous") -> Batch:
+        """This rank's slots, with their labels and rows, in memory of their own.
+
+        "contiguous" cuts every bin into `size` equal pieces (Ulysses); "zigzag" cuts every sequence
+        into 2 * size pieces of which rank r takes pieces r and 2 * size - 1 - r (ring attention).
+        """
+        self._refuse_shard("shard")
+        index = shard_index(self.cu_seqlens, self.bin_ends, rank, size, kind)
+        return self._take(index, slots=index, bin_ends=self.bin_ends // size, shard_of=(rank, size, kind))
+
+    def select_layers(self, layers: Sequence[int]) -> Batch:
+        """The same tokens with the rows of some layers (absolute ids): a pipeline stage's share."""
+        routes = None if self.routes is None else self.routes.select_layers(layers)
+        return dataclasses.replace(self, routes=routes)
+
+    def per_sample(self, values: Any) -> list[np.ndarray]:
+        """Split an array over slots into one array per sample, in the order the samples were given."""
+        values = np.asarray(values)
+        if values.shape[:1] != (len(self),):
+            raise BatchError(f"values must have one entry per slot: expected {len(self)}, got {list(values.shape)}")
+        order = np.argsort(self.sample_ids, kind="stable")
+        _, starts = np.unique(self.sample_ids[order], return_index=True)
+        pieces = np.split(values[order], starts[1:])
+        return pieces[1:] if (self.sample_ids < 0).any() else pieces
+
+    def to_torch(self, device: Any = "cpu") -> TensorBatch:
+        """Tensors of the same names on `device`; ids stay one or two bytes each."""
+        from router_replay.batch.tensors import TensorBatch
+
+        return TensorBatch.from_batch(self, device)
+
+    def _take(self, index: np.ndarray, **changes: Any) -> Batch:
+        fields = {name: getattr(self, name)[index] for name in PER_SLOT}
+        routes = None if self.routes is None else self.routes.take(index)
+        return dataclasses.replace(self, **fields, routes=routes, **changes)
+
+    def _refuse_shard(self, what: str) -> None:
+        if self.shard_of is not None:
+            rank, size, kind = self.shard_of
+            raise BatchError(f"{what}() of a shard ({kind}, rank {rank} of {size}): call it on the whole batch")

@@ -1,0 +1,64 @@
+"""How often two routings of the same tokens chose the same experts.
+
+agreement = route_agreement(rollout_routes, trainer_routes)
+agreement.overall             # 0.883: share of equal sets over all tokens and layers
+agreement.per_layer           # one share per routed layer
+agreement.tokens_all_equal    # 0.24: share of tokens with equal sets in every layer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from router_replay import kernel
+from router_replay.errors import RoutesError
+from router_replay.routes import Routes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class RouteAgreement:
+    """Shares of equal sets between two Routes; slot order does not count, and only rows captured in both do.
+
+    `per_layer` [L] follows the spec's layers. `per_token` [T] is the share of layers that agree, NaN
+    for a row that was not compared. `rows` is how many were.
+    """
+
+    rows: int
+    overall: float
+    tokens_all_equal: float
+    per_layer: np.ndarray
+    per_token: np.ndarray
+
+
+def route_agreement(a: Routes, b: Routes) -> RouteAgreement:
+    """Compare two Routes of one spec and one length, row by row."""
+    if a.spec != b.spec:
+        raise RoutesError(f"routes of two models cannot be compared: {a.spec} and {b.spec}")
+    if len(a) != len(b):
+        raise RoutesError(f"both routes must have one row per token: got {len(a)} and {len(b)} rows")
+    compared = a.captured & b.captured
+    rows = int(compared.sum())
+    if not rows:
+        raise RoutesError(f"none of {len(a)} rows is captured on both sides: there is nothing to compare")
+    whole = rows == len(a)
+    equal_TL = _equal_sets(a.ids if whole else a.ids[compared], b.ids if whole else b.ids[compared])
+    per_token = np.full(len(a), np.nan)
+    per_token[compared] = equal_TL.mean(axis=1)
+    return RouteAgreement(
+        rows=rows,
+        overall=float(equal_TL.mean()),
+        tokens_all_equal=float(equal_TL.all(axis=1).mean()),
+        per_layer=equal_TL.mean(axis=0),
+        per_token=per_token,
+    )
+
+
+def _equal_sets(a_TLK: np.ndarray, b_TLK: np.ndarray) -> np.ndarray:
+    """[T, L]; only the sets whose slots differ are sorted, since most agree in order too."""
+    equal_TL = (a_TLK == b_TLK).all(axis=2)
+    differ_TL = ~equal_TL
+    a_NK, b_NK = kernel.sort_sets(a_TLK[differ_TL]), kernel.sort_sets(b_TLK[differ_TL])
+    equal_TL[differ_TL] = (a_NK == b_NK).all(axis=1)
+    return equal_TL

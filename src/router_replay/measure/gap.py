@@ -1,0 +1,94 @@
+"""The log-prob gap between trainer and rollout engine, on the tokens that the engine sampled.
+
+gap = logprob_gap(train_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.5])
+gap.k1              # -0.25: mean of rollout - train
+gap.abs_max         # 0.5
+gap.extreme(1.5)    # 0.5: one of two tokens has a probability ratio above 1.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from router_replay.errors import MeasureError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogprobGap:
+    """What the differences d = train - rollout of the masked tokens come to.
+
+    The tokens are samples of the rollout policy, so k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) both
+    estimate KL(rollout || train); k3 is never negative and varies less.
+    """
+
+    tokens: int
+    k1: float
+    k3: float
+    abs_mean: float
+    abs_max: float
+    differences: np.ndarray = dataclasses.field(repr=False, compare=False)
+
+    def extreme(self, tau: float = 2.0) -> float:
+        """The share of tokens whose probability ratio exceeds `tau` either way: F(tau) of the R3 paper."""
+        if not (math.isfinite(tau) and tau >= 1):
+            raise MeasureError(f"tau is a ratio of probabilities, 1 or more, got {tau}")
+        return float(np.mean(np.abs(self.differences) > math.log(tau)))
+
+
+def logprob_gap(train_logprobs: Any, rollout_logprobs: Any, mask: Any = None) -> LogprobGap:
+    """Measure the gap over the tokens that `mask` selects; all of them without one.
+
+    Arrays, lists and torch tensors (on any device, in any float dtype) of one shape are taken.
+    """
+    train = _floats(train_logprobs, "train_logprobs")
+    rollout = _floats(rollout_logprobs, "rollout_logprobs")
+    if train.shape != rollout.shape:
+        raise MeasureError(
+            f"train_logprobs and rollout_logprobs must have one shape: {list(train.shape)} and {list(rollout.shape)}"
+        )
+    selected = np.ones(train.shape, bool) if mask is None else _mask(mask, train.shape)
+    if not selected.any():
+        raise MeasureError(f"the mask selects none of {train.size} tokens: there is no gap to measure")
+    for name, values in (("train_logprobs", train), ("rollout_logprobs", rollout)):
+        bad = selected & ~np.isfinite(values)
+        if bad.any():
+            place = tuple(np.argwhere(bad)[0].tolist())
+            where = place[0] if len(place) == 1 else place
+            raise MeasureError(f"{name}[{where}] is {values[place]}, inside the mask; a log-prob must be finite")
+    differences = train[selected] - rollout[selected]
+    absolute = np.abs(differences)
+    with np.errstate(over="ignore"):  # a token that far off makes k3 infinite, which is the truth
+        k3 = np.mean(np.expm1(differences) - differences)
+    differences.flags.writeable = False
+    return LogprobGap(
+        tokens=differences.size,
+        k1=float(np.mean(-differences)),
+        k3=float(k3),
+        abs_mean=float(np.mean(absolute)),
+        abs_max=float(np.max(absolute)),
+        differences=differences,
+    )
+
+
+def _floats(values: Any, name: str) -> np.ndarray:
+    if hasattr(values, "detach"):  # a torch tensor; NumPy knows no bfloat16, and float64 must stay whole
+        values = values.detach().cpu().double().numpy()
+    try:
+        return np.asarray(values, np.float64)
+    except (ValueError, TypeError) as error:
+        raise MeasureError(f"{name} must be numbers: {error}") from error
+
+
+def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if hasattr(mask, "detach"):
+        mask = mask.detach().cpu().double().numpy()
+    array = np.asarray(mask)
+    if array.shape != shape:
+        raise MeasureError(f"mask must have the shape {list(shape)} of the log-probs, got {list(array.shape)}")
+    if array.dtype != bool and not (array.dtype.kind in "uif" and np.isin(array, (0, 1)).all()):
+        raise MeasureError(f"mask must hold booleans, or only 0 and 1, got {array.dtype} with other values")
+    return array.astype(bool)
