@@ -1,0 +1,51 @@
+"""The `router-replay` command. What a subcommand needs is imported when it runs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from router_replay import __version__
+from router_replay.errors import RouterReplayError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="router-replay", description="Rollout routing replay for MoE models.")
+    parser.add_argument("--version", action="version", version=f"router-replay {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    families = commands.add_parser("families", help="which transformers MoE families can be replayed, and how")
+    families.set_defaults(run=_families)
+    inspect = commands.add_parser("inspect", help="what a file of encoded routes holds")
+    inspect.add_argument("file", type=pathlib.Path, help="bytes that router_replay.wire.encode wrote")
+    inspect.set_defaults(run=_inspect)
+    chosen = parser.parse_args(arguments)
+    try:
+        return chosen.run(chosen)
+    except (RouterReplayError, OSError) as error:
+        print(f"router-replay {chosen.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _families(_: argparse.Namespace) -> int:
+    from router_replay.replay.table import families_table
+
+    print(families_table())
+    return 0
+
+
+def _inspect(chosen: argparse.Namespace) -> int:
+    from router_replay import wire
+
+    blob = chosen.file.read_bytes()
+    header, routes = wire.read_header(blob), wire.decode(blob)
+    spec = header.spec
+    known = int(routes.captured.sum())
+    end = header.start + header.rows
+    print(f"{len(blob):,} bytes, codec {header.codec}, rows {header.start} to {end}, {known} captured")
+    print(f"{spec.top_k} of {spec.num_experts} experts in {len(spec.layers)} layers: {spec.layers}")
+    for start, end, version in routes.version_runs or ():
+        print(f"rows {start} to {end}: policy version {version}")
+    print("token digest: " + ("yes" if header.has_token_digest else "no"))
+    return 0

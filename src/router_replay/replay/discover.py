@@ -1,0 +1,207 @@
+"""Find the routers of a model's text decoder, in the order in which a forward pass calls them.
+
+    >>> [(r.layer, r.name) for r in find_routers(model).routers]
+    [(1, 'model.layers.1.mlp.gate'), (2, 'model.layers.2.mlp.gate')]
+
+A router belongs to a stack: the innermost PreTrainedModel that holds it. Its layer is the first number
+in its path below that stack, so that dense layers, pipeline stages and wrappers cannot shift it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from router_replay.errors import ReplayError
+from router_replay.replay import families
+from router_replay.replay.families import Choice, Where
+from router_replay.spec import RouterSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundRouter:
+    """A module whose `method` chooses `top_k` of `num_experts` experts for each token."""
+
+    layer: int
+    name: str
+    module: nn.Module
+    method: str
+    num_experts: int
+    top_k: int
+    choice: Choice
+    ordered: bool
+    num_groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The routers of one decoder stack, and the routers that were left alone, each with the reason."""
+
+    stack: nn.Module
+    stack_name: str
+    routers: tuple[FoundRouter, ...]
+    num_layers: int | None  # decoder layers, dense ones included
+    left_live: tuple[tuple[str, str], ...]
+
+    @property
+    def spec(self) -> RouterSpec:
+        first = self.routers[0]
+        for router in self.routers:
+            if (router.num_experts, router.top_k) != (first.num_experts, first.top_k):
+                raise ReplayError(
+                    f"layer {router.layer} chooses {router.top_k} of {router.num_experts} experts, layer {first.layer} "
+                    f"{first.top_k} of {first.num_experts}: one RouterSpec describes layers that are alike"
+                )
+        return RouterSpec(
+            num_experts=first.num_experts,
+            top_k=first.top_k,
+            layers=tuple(router.layer for router in self.routers),
+            ordered=first.ordered,
+            num_layers=self.num_layers,
+        )
+
+
+def find_routers(model: nn.Module) -> Found:
+    """The decoder routers of `model`, or a ReplayError that says why there are none."""
+    modules = dict(model.named_modules())
+    named = _named_routers(model, modules)
+    if not named:
+        raise ReplayError(
+            f"{type(model).__name__} has no router that Router Replay knows: no module in it is of a class that its "
+            'transformers model names in _can_record_outputs["router_logits"]'
+        )
+    by_stack: dict[str, list[str]] = {}
+    for name in named:
+        by_stack.setdefault(_stack_of(name, modules), []).append(name)
+    stack_name, left_live = _decoder_stack(by_stack, type(model).__name__)
+    routers = []
+    for name in by_stack[stack_name]:
+        reason = _not_decoder(name)
+        if reason:
+            left_live.append((name, reason))
+        else:
+            routers.append(_describe(name, named[name], modules, stack_name))
+    routers.sort(key=_call_order)
+    if not routers:
+        raise ReplayError(f"{type(model).__name__} has no router in its text decoder; left alone: {left_live}")
+    depth = _depth(routers, modules, stack_name)
+    return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
+
+
+def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, Where]:
+    """Every module of a class that the family names as its router."""
+    targets: dict[tuple[type, str | None], Where] = {}
+    for module in modules.values():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits") or []
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            where = families.WHERE.get(recorder.target_class.__name__, Where())
+            if recorder.target_class is nn.Linear:
+                where = families.WHERE_LINEAR
+            targets[recorder.target_class, recorder.layer_name] = where
+    found: dict[str, Where] = {}
+    for name, module in modules.items():
+        for (target, suffix), where in targets.items():
+            if isinstance(module, target) and (suffix is None or name.endswith(suffix)) and not where.skip:
+                found[name] = where
+    return found
+
+
+def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
+    parts = name.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        above = ".".join(parts[:end])
+        if isinstance(modules.get(above), PreTrainedModel):
+            return above
+    return ""
+
+
+def _not_decoder(path: str) -> str | None:
+    parts = path.lower().split(".")
+    return next(
+        (reason for word, reason in families.NOT_DECODER.items() if any(word in part for part in parts)),
+        None,
+    )
+
+
+def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, list[tuple[str, str]]]:
+    """The one stack that decodes text. The routers of every other stack stay live."""
+    left_live: list[tuple[str, str]] = []
+    reasons = {stack: _not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
+    candidates = [stack for stack in by_stack if not reasons.get(stack)]
+    decoders = [stack for stack in candidates if "encoder" not in stack.lower().split(".")]
+    if len(candidates) > 1 and decoders:
+        reasons.update({stack: families.ENCODER for stack in candidates if stack not in decoders})
+        candidates = decoders
+    if len(candidates) != 1:
+        raise ReplayError(
+            f"{model} holds {len(by_stack)} stacks with routers ({', '.join(map(repr, by_stack))}) and it is not clear "
+            "which one decodes text: give RouterReplay that submodule"
+        )
+    for stack, names in by_stack.items():
+        if stack != candidates[0]:
+            left_live.extend((name, reasons[stack] or "") for name in names)
+    return candidates[0], left_live
+
+
+def _describe(name: str, where: Where, modules: dict[str, nn.Module], stack_name: str) -> FoundRouter:
+    if where.parent:
+        name = name.rsplit(".", 1)[0]
+    elif where.child:
+        name = f"{name}.{where.child}"
+    module = modules[name]
+    names = [cls.__name__ for cls in type(module).__mro__]
+    choice = next((families.CHOICES[cls] for cls in names if cls in families.CHOICES), Choice.TOP_K)
+    fixed = next((families.FIXED_TOP_K[cls] for cls in names if cls in families.FIXED_TOP_K), None)
+    groups = getattr(module, "num_group", None)
+    if choice is Choice.TOP_K and isinstance(groups, int):
+        choice = Choice.GROUPED
+    return FoundRouter(
+        layer=_layer_of(name, stack_name),
+        name=name,
+        module=module,
+        method=where.method,
+        num_experts=_number(name, module, families.WIDTH_ATTRIBUTES, families.CONFIG_WIDTH, "number of experts"),
+        top_k=fixed or _number(name, module, families.TOP_K_ATTRIBUTES, families.CONFIG_TOP_K, "top-k"),
+        choice=choice,
+        ordered=any(cls in families.ORDERED for cls in names),
+        num_groups=groups if isinstance(groups, int) else 1,
+    )
+
+
+def _layer_of(name: str, stack_name: str) -> int:
+    below = name.removeprefix(f"{stack_name}." if stack_name else "")
+    layer = next((int(part) for part in below.split(".") if part.isdigit()), None)
+    if layer is None:
+        raise ReplayError(
+            f"{name} is a router outside the layers of {stack_name or 'the model'}: its path holds no layer id"
+        )
+    return layer
+
+
+def _depth(routers: list[FoundRouter], modules: dict[str, nn.Module], stack_name: str) -> int | None:
+    """How long the list is that holds the layers; None where it is not a list (a pipeline stage's dict)."""
+    last = routers[-1]
+    before, _, _ = last.name[len(stack_name) :].partition(f".{last.layer}.")
+    layers = modules.get((stack_name + before).removeprefix("."))
+    return len(layers) if isinstance(layers, nn.ModuleList) and len(layers) > last.layer else None
+
+
+def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: tuple[str, ...], what: str) -> int:
+    sources: list[tuple[Any, tuple[str, ...]]] = [(module, attributes), (getattr(module, "config", None), fields)]
+    sources.append((getattr(module, "experts", None), attributes))  # dbrx counts its experts there alone
+    for owner, names in sources:
+        for attribute in names:
+            value = getattr(owner, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    raise ReplayError(f"{name} ({type(module).__name__}) does not say its {what}: looked for {', '.join(attributes)}")
+
+
+def _call_order(router: FoundRouter) -> tuple[int, int]:
+    parts = router.name.split(".")
+    return router.layer, next((i for i, part in enumerate(families.CALL_ORDER) if part in parts), len(parts))

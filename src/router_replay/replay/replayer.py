@@ -1,0 +1,227 @@
+"""RouterReplay: make a transformers model use the experts that somebody else chose, and note what it chose.
+
+    replayer = RouterReplay(model)
+    with replayer.replay(batch.routes):
+        loss = loss_of(model(input_ids=batch.token_ids[None]))
+        loss.backward()
+    replayer.stats.rows_replayed
+
+Shapes: T tokens, L routed layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from router_replay.batch.tensors import TensorRoutes
+from router_replay.errors import ReplayError
+from router_replay.replay import checkpoint
+from router_replay.replay.discover import find_routers
+from router_replay.replay.passes import Watch
+from router_replay.replay.state import ATTRIBUTE, Plan, Recording, State, install, uninstall
+from router_replay.replay.stats import Counters, Stats
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+
+class Recorded:
+    """The routes of the passes of a record block: rows in token order, one pass after the other."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    @property
+    def tensors(self) -> TensorRoutes:
+        """On the model's device, in the narrow dtype: what `replay` takes without a round trip to the host."""
+        pieces = self._recording.pieces
+        rows = [sum(len(piece) for piece in column) for column in pieces]
+        if not all(rows) or len(set(rows)) != 1:
+            raise ReplayError(f"no complete forward pass ran in the record block: rows per routed layer are {rows}")
+        columns = [column[0] if len(column) == 1 else torch.cat(column) for column in pieces]
+        ids_TLK = torch.stack(columns, dim=1)
+        captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
+        return TensorRoutes(ids_TLK, captured, self._recording.spec, True)
+
+    @property
+    def routes(self) -> Routes:
+        return Routes(self.tensors.ids.cpu().numpy(), self._recording.spec)
+
+
+class RouterReplay:
+    """Replay and record in the routers of this model's text decoder, and in no other module.
+
+    `spec` is read off the routers that were found; one that is passed must be the same. With `agreement`,
+    the live choice is computed beside the replayed one and their agreement counted: it costs one topk a layer.
+    """
+
+    def __init__(self, model: nn.Module, spec: RouterSpec | None = None, *, agreement: bool = False) -> None:
+        self._found = find_routers(model)
+        self._spec = self._found.spec
+        if spec is not None and spec != self._spec:
+            raise ReplayError(f"the model's routers are {self._spec}, the spec that was given is {spec}")
+        self._model_name = type(model).__name__
+        self._agreement = agreement
+        self._state = State()
+        self._counters = Counters(self._spec.layers)
+        for router in self._found.routers:
+            site = router.module.__dict__.get(ATTRIBUTE)
+            if site is not None and site.state is not None:
+                raise ReplayError(
+                    f"{router.name} already belongs to a RouterReplay: use it, or call its detach() first"
+                )
+        for column, router in enumerate(self._found.routers):
+            install(router, column, self._state)
+        sites = [router.module.__dict__[ATTRIBUTE] for router in self._found.routers]
+        watch = Watch(self._state, sites, self._spec.layers)
+        self._hooks = [
+            self._found.stack.register_forward_pre_hook(watch.before, with_kwargs=True),
+            self._found.stack.register_forward_hook(watch.after),
+        ]
+        self._layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        checkpoint.remember(self._layers, self._state)
+
+    @property
+    def spec(self) -> RouterSpec:
+        return self._spec
+
+    @property
+    def stats(self) -> Stats:
+        """Rows replayed and live so far. Waits for the device once."""
+        return self._counters.read()
+
+    @contextlib.contextmanager
+    def replay(
+        self,
+        routes: Any,
+        *,
+        on_missing: Literal["raise", "live"] = "raise",
+        loss_mask: Any = None,
+        agreement: bool | None = None,
+    ) -> Iterator[RouterReplay]:
+        """Every forward pass in this block uses these routes, and so does its recompute in backward.
+
+        `routes` are Routes, TensorRoutes, a batch that holds them, or what `record` gave; one row per token
+        of the pass. Missing rows (padding, and what no engine returned) are routed live and counted. Where
+        `loss_mask` [T] is True a missing row raises, unless `on_missing="live"`; a batch brings its own mask.
+        """
+        wanted = self._agreement if agreement is None else agreement
+        plan = self._plan(routes, on_missing, loss_mask, wanted)
+        checkpoint.remember(self._layers, self._state)
+        self._counters.open.append(plan)
+        try:
+            with self._in_force(plan, self._state.recording):
+                yield self
+        finally:
+            self._counters.close(plan)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recorded]:
+        """Note the experts that each forward pass in this block uses, live or replayed."""
+        recording = Recording(self._spec)
+        checkpoint.remember(self._layers, self._state)
+        with self._in_force(self._state.plan, recording):
+            yield Recorded(recording)
+
+    def checkpoint_context(self) -> checkpoint.Contexts:
+        """A `context_fn` for torch.utils.checkpoint: the recompute uses the routes of its own forward.
+
+        Layers under `model.gradient_checkpointing_enable()` have it already.
+        """
+        return checkpoint.contexts(self._state)
+
+    def detach(self) -> None:
+        """Leave the model as it was before this object was made."""
+        for router in self._found.routers:
+            uninstall(router)
+        for hook in self._hooks:
+            hook.remove()
+        checkpoint.forget(self._layers)
+
+    def __repr__(self) -> str:
+        found = self._found
+        first, last = found.routers[0].name, found.routers[-1].name
+        where = f"{first} ... {last}" if len(found.routers) > 1 else first
+        text = (
+            f"RouterReplay({self._model_name}: {len(found.routers)} routers, {self._spec.top_k} of "
+            f"{self._spec.num_experts} experts, {where}"
+        )
+        if found.left_live:
+            reasons = sorted({reason for _, reason in found.left_live})
+            text += f"; {len(found.left_live)} left live ({'; '.join(reasons)})"
+        return text + ")"
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_force(self, plan: Plan | None, recording: Recording | None) -> Iterator[None]:
+        state = self._state
+        thread = threading.get_ident()
+        if state.owner not in (None, thread):
+            raise ReplayError("another thread has a replay or record block open on this model")
+        before = state.plan, state.recording, state.owner
+        state.plan, state.recording, state.owner = plan, recording, thread
+        try:
+            yield
+        finally:
+            state.plan, state.recording, state.owner = before
+
+    def _plan(self, routes: Any, on_missing: str, loss_mask: Any, agreement: bool) -> Plan:
+        if on_missing not in ("raise", "live"):
+            raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
+        if isinstance(routes, Recorded):
+            routes = routes.tensors
+        elif not isinstance(routes, Routes | TensorRoutes) and hasattr(routes, "routes"):  # a batch
+            loss_mask = getattr(routes, "label_mask", None) if loss_mask is None else loss_mask
+            routes = routes.routes
+        if not isinstance(routes, Routes | TensorRoutes):
+            raise ReplayError(
+                f"replay needs routes, got {type(routes).__name__}: without routes a pass is live, outside the block"
+            )
+        if routes.spec != self._spec:
+            raise ReplayError(
+                f"these routes are of another model: {routes.spec}; the model's routers are {self._spec}"
+                " (a pipeline stage takes its share by select_layers)"
+            )
+        if on_missing == "raise" and loss_mask is not None and not routes.all_captured:
+            _refuse_missing(routes, loss_mask)
+        device = next(self._found.routers[0].module.parameters()).device
+        rows_replayed: Any
+        from_host = isinstance(routes, Routes)
+        if isinstance(routes, Routes):
+            rows_replayed = int(routes.captured.sum())
+            if not rows_replayed:
+                raise ReplayError(f"none of the {len(routes)} rows is captured: this would be a live pass")
+            routes = TensorRoutes.from_routes(routes, device)
+        else:
+            rows_replayed = len(routes) if routes.all_captured else routes.captured.sum()
+        width = len(self._spec.layers)
+        return Plan(
+            ids_TLK=routes.ids,
+            live_T1=None if routes.all_captured else ~routes.captured.unsqueeze(-1),
+            spec=self._spec,
+            rows_replayed=rows_replayed,
+            rows_live=len(routes) - rows_replayed,
+            from_host=from_host,
+            agree_L=torch.zeros(width, dtype=torch.int64, device=routes.ids.device) if agreement else None,
+            compiled_passes=torch.zeros((), dtype=torch.int64, device=routes.ids.device),
+        )
+
+
+def _refuse_missing(routes: Routes | TensorRoutes, loss_mask: Any) -> None:
+    captured = routes.captured.cpu().numpy() if isinstance(routes, TensorRoutes) else routes.captured
+    mask = loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)
+    if mask.shape != captured.shape:
+        raise ReplayError(f"loss_mask has the shape {list(mask.shape)}, the routes have {len(captured)} rows")
+    missing = np.flatnonzero(mask.astype(bool) & ~captured)
+    if len(missing):
+        raise ReplayError(
+            f"{len(missing)} rows that bear loss are missing, the first is row {missing[0]}: "
+            'their tokens would be routed live. Pass on_missing="live" to allow that'
+        )

@@ -1,0 +1,177 @@
+"""Answer a router's choice of experts, and leave the rest of its arithmetic alone.
+
+While a router runs inside one of these modes, the operation that chooses (`topk`, `argmax`, `max`) is
+given the recorded ids and the live scores at those ids. All that the family does with the chosen scores
+afterwards (normalise, scale, cast, add a bias) happens as in a live pass, with gradients to the router.
+
+A mode lives for one call of one router. `chosen` is what the router was given: the recorded ids, the live
+choice where there were none, or a mix by row.
+
+Shapes: T tokens, K top-k, E experts, G groups. Leading dimensions of scores may be [T] or [batch, sequence].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from router_replay.errors import ReplayError
+from router_replay.replay.discover import FoundRouter
+from router_replay.replay.families import Choice
+
+TOP_K = (torch.topk, Tensor.topk)
+ARGMAX = (torch.argmax, Tensor.argmax)
+MAX = (torch.max, Tensor.max)
+
+
+class Selection(TorchFunctionMode):
+    """One call of a router that chooses with a single topk over all experts.
+
+    `ids_TK` are the recorded ids (int64), None to let the router choose. `live_T1` is True where a row has
+    none, None where every row has. With `compare`, the live choice is taken too, and kept in `live_choice`.
+    """
+
+    def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
+        super().__init__()
+        self.router = router
+        self.ids_TK = ids_TK
+        self.live_T1 = live_T1
+        self.needs_live = ids_TK is None or live_T1 is not None or compare
+        self.chosen: Tensor | None = None
+        self.live_choice: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in TOP_K and self._is_choice(args, kwargs):
+            return self._answer(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _is_choice(self, args: Any, kwargs: Any) -> bool:
+        scores, k, dim = _topk_arguments(args, kwargs)
+        last = dim in (-1, scores.ndim - 1)
+        return last and k == self.router.top_k and scores.shape[-1] == self.router.num_experts
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scores = args[0]
+        if self.ids_TK is None:
+            live = func(*args, **kwargs)
+            self._note(live[1], live[1])
+            return live
+        live_ids = self.live_indices(func, args, kwargs)
+        ids = self.mix(self.ids_TK, live_ids, scores)
+        self._note(ids, live_ids)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def live_indices(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """What the router would choose, where somebody wants to know.
+
+        Without a graph: a recompute does not ask for the comparison, and must save the same tensors.
+        """
+        if not self.needs_live:
+            return None
+        with torch.no_grad():
+            live = func(*args, **kwargs)
+        return live if isinstance(live, Tensor) else live[1]
+
+    def mix(self, ids_TK: Tensor, live: Tensor | None, scores: Tensor) -> Tensor:
+        """The recorded ids in the layout of `scores`; the live choice in rows that have none."""
+        leading = scores.shape[:-1]
+        rows = math.prod(leading)
+        if rows != ids_TK.shape[0]:
+            raise ReplayError(
+                f"layer {self.router.layer}: the router was given {rows} tokens, the routes have {ids_TK.shape[0]} rows"
+            )
+        ids = ids_TK.reshape(*leading, ids_TK.shape[-1])
+        if self.live_T1 is None or live is None:
+            return ids
+        return torch.where(self.live_T1.reshape(*leading, 1), live, ids)
+
+    def _note(self, chosen: Tensor, live: Tensor | None) -> None:
+        self.chosen = chosen.reshape(-1, self.router.top_k)
+        self.live_choice = None if live is None else live.reshape(-1, self.router.top_k)
+
+
+class GroupedSelection(Selection):
+    """Groups are chosen first: the recorded experts' groups must be, or their scores are masked away.
+
+    With the recorded groups chosen, a live choice among all experts is no longer to be had in the same call.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in TOP_K and args[0].ndim == 2:  # the best two of each group are taken from three dimensions
+            if self._is_choice(args, kwargs):
+                return self._answer(func, args, kwargs)
+            if self.ids_TK is not None and args[0].shape[-1] == self.router.num_groups:
+                return self._answer_groups(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _answer_groups(self, func: Any, args: Any, kwargs: Any) -> Any:
+        assert self.ids_TK is not None
+        scores_TG = args[0]
+        groups_TK = self.ids_TK // (self.router.num_experts // self.router.num_groups)
+        live_groups = self.live_indices(func, args, kwargs)
+        if live_groups is not None and self.live_T1 is not None:
+            width = max(groups_TK.shape[1], live_groups.shape[1])  # the mask takes an index of any width
+            groups_TK = torch.where(self.live_T1, _widen(live_groups, width), _widen(groups_TK, width))
+        return torch.return_types.topk((scores_TG.gather(-1, groups_TK), groups_TK))
+
+
+class ArgmaxSelection(Selection):
+    """One argmax per slot, in the order of the slots. switch_transformers then asks for the same scores by max."""
+
+    def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
+        super().__init__(router, ids_TK, live_T1, compare)
+        self.slots: list[Tensor] = []
+        self.live_slots: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wide = (
+            bool(args) and isinstance(args[0], Tensor) and args[0].ndim and args[0].shape[-1] == self.router.num_experts
+        )
+        if func in ARGMAX and wide and len(self.slots) < self.router.top_k:
+            return self._answer_slot(args[0], self.live_indices(func, args, kwargs))
+        if func in MAX and wide and self.router.top_k == 1 and self.chosen is not None:
+            ids = self.slots[0].unsqueeze(-1)
+            return torch.return_types.max((args[0].gather(-1, ids).squeeze(-1), ids.squeeze(-1)))
+        return func(*args, **kwargs)
+
+    def _answer_slot(self, scores: Tensor, live: Tensor | None) -> Tensor:
+        slot = len(self.slots)
+        if self.ids_TK is None:
+            assert live is not None
+            ids = live
+        else:
+            recorded_T1 = self.ids_TK[:, slot : slot + 1]
+            ids = self.mix(recorded_T1, None if live is None else live.unsqueeze(-1), scores).squeeze(-1)
+        self.slots.append(ids)
+        if live is not None:
+            self.live_slots.append(live)
+        if len(self.slots) == self.router.top_k:
+            live_choice = torch.stack(self.live_slots, -1) if live is not None else None
+            self._note(torch.stack(self.slots, -1), live_choice)
+        return ids
+
+
+SELECTIONS: dict[Choice, type[Selection]] = {
+    Choice.TOP_K: Selection,
+    Choice.GROUPED: GroupedSelection,
+    Choice.ARGMAX: ArgmaxSelection,
+}
+
+
+def _topk_arguments(args: Any, kwargs: Any) -> tuple[Tensor, int, int]:
+    k = kwargs["k"] if "k" in kwargs else args[1]
+    dim = kwargs["dim"] if "dim" in kwargs else (args[2] if len(args) > 2 else -1)
+    return args[0], k, dim
+
+
+def _widen(groups: Tensor, width: int) -> Tensor:
+    """Repeat the first column: a mask does not mind being set twice."""
+    missing = width - groups.shape[1]
+    return torch.cat([groups, groups[:, :1].expand(-1, missing)], dim=1) if missing else groups

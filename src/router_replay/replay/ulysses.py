@@ -1,0 +1,165 @@
+"""Ulysses sequence parallelism: each rank holds a piece of the sequence, attention sees all of it.
+
+Around attention, an all-to-all trades sequence for heads: [H, T / P] becomes [H / P, T] and back. The
+function is registered through transformers' attention interface; its state travels with the call, as
+the `ulysses` argument of the model's forward.
+
+    ulysses = Ulysses(model, group)
+    local = batch.shard(rank, size).to_torch()
+    with replayer.replay(local.routes):
+        out = logprobs(model, local, **ulysses.arguments(batch))
+
+Shapes: H heads, T tokens of the whole bin, P ranks, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from router_replay.batch import Batch
+from router_replay.batch.tensors import TensorBatch
+from router_replay.errors import ReplayError
+
+NAME = "router_replay_ulysses"
+
+
+@dataclasses.dataclass
+class _Call:
+    """One forward pass: the group, where the sequences lie, and how often attention was asked."""
+
+    group: Any
+    boundaries: list[int]
+    attention_calls: int = 0
+
+
+class Ulysses:
+    """Makes a model's attention sequence parallel over `group`. Refuses what would be silently wrong."""
+
+    def __init__(self, model: Any, group: Any = None) -> None:
+        from transformers import AttentionInterface
+
+        self.group = group
+        self.size = dist.get_world_size(group)
+        config = model.config.get_text_config()
+        if config.num_attention_heads % self.size:
+            raise ReplayError(f"{config.num_attention_heads} attention heads do not divide over {self.size} ranks")
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ReplayError(
+                f"layers of kind {sorted(kinds)} carry state along the sequence by other means than attention; "
+                "cutting the sequence would be silently wrong"
+            )
+        self._layers = config.num_hidden_layers
+        AttentionInterface.register(NAME, ulysses_attention)
+        model.set_attn_implementation(NAME)
+
+    def arguments(self, batch: Batch | TensorBatch) -> dict[str, Any]:
+        """What to pass to the model's forward beside this rank's tokens. `batch` is the whole or a shard."""
+        if isinstance(batch, Batch) and batch.num_bins != 1:
+            raise ReplayError(
+                f"sequence parallel runs one bin at a time, this batch has {batch.num_bins}: use batch.bins()"
+            )
+        return {"ulysses": _Call(self.group, batch.cu_seqlens.tolist())}
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """After a forward: every layer's attention went through here, none worked on its piece alone."""
+        calls = arguments["ulysses"].attention_calls
+        if calls < self._layers:
+            raise ReplayError(
+                f"{calls} of {self._layers} layers used the sequence-parallel attention; the rest saw a piece alone"
+            )
+
+
+class _AllToAll(torch.autograd.Function):
+    """all_to_all_single along dimension 0; its gradient is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, tensor.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
+def heads_for_sequence(tensor_HtD: torch.Tensor, group: Any) -> torch.Tensor:
+    """[H, T / P, D] on each rank becomes [H / P, T, D]."""
+    ranks = dist.get_world_size(group)
+    heads, length, size = tensor_HtD.shape
+    traded = _AllToAll.apply(tensor_HtD.reshape(ranks, heads // ranks, length, size), group)
+    return traded.transpose(0, 1).reshape(heads // ranks, ranks * length, size)
+
+
+def sequence_for_heads(tensor_hTD: torch.Tensor, group: Any) -> torch.Tensor:
+    """[H / P, T, D] on each rank becomes [H, T / P, D]."""
+    ranks = dist.get_world_size(group)
+    heads, length, size = tensor_hTD.shape
+    pieces = tensor_hTD.reshape(heads, ranks, length // ranks, size).transpose(0, 1)
+    return _AllToAll.apply(pieces, group).reshape(heads * ranks, length // ranks, size)
+
+
+def ulysses_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    ulysses: _Call | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence of the bin; tensors are [1, H, T / P, D]."""
+    if ulysses is None:
+        raise ReplayError("this model's attention is sequence parallel: call it with **ulysses.arguments(batch)")
+    if attention_mask is not None or softcap is not None or dropout or len(query) != 1:
+        raise ReplayError("sequence-parallel attention takes one packed bin, no mask, no soft cap and no dropout")
+    ulysses.attention_calls += 1
+    ranks, rank = dist.get_world_size(ulysses.group), dist.get_rank(ulysses.group)
+    if key.shape[1] % ranks:  # fewer key heads than ranks: each rank needs a copy of its own
+        key, value = (part.repeat_interleave(ranks // key.shape[1], dim=1) for part in (key, value))
+    query_hTD, key_gTD, value_gTD = (heads_for_sequence(part[0], ulysses.group) for part in (query, key, value))
+    groups = len(query_hTD) // len(key_gTD)
+    key_hTD, value_hTD = (part.repeat_interleave(groups, dim=0) for part in (key_gTD, value_gTD))
+    sinks = None if s_aux is None else s_aux.chunk(ranks)[rank]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    pieces = [
+        _one_sequence(query_hTD[:, a:b], key_hTD[:, a:b], value_hTD[:, a:b], scale, sliding_window, sinks)
+        for a, b in zip(ulysses.boundaries, ulysses.boundaries[1:], strict=False)
+    ]
+    out_HtD = sequence_for_heads(torch.cat(pieces, dim=1), ulysses.group)
+    return out_HtD.transpose(0, 1)[None], None
+
+
+def _one_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    length = query.shape[1]
+    mask = None
+    if sinks is not None or (window is not None and window < length):
+        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+        mask = (distance >= 0) & (distance < (window or length))
+    if sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    # An attention sink is one more logit per head that takes weight and gives no value (gpt-oss).
+    assert mask is not None
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1).to(scores.dtype)], dim=-1)
+    return (scores.float().softmax(-1)[..., :-1]).to(value.dtype) @ value

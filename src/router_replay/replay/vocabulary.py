@@ -1,0 +1,101 @@
+"""Log-probs of given tokens from hidden states, a piece of the vocabulary at a time.
+
+The logits of a long batch never exist at once: forward keeps a running log-sum-exp over pieces of
+the vocabulary, backward computes each piece again. Shapes: T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitRule:
+    """What a model does to its logits after the output matrix: scale, bias in the matrix, soft cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.float() * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def slope(self, capped: torch.Tensor) -> torch.Tensor | float:
+        """d(rule(x)) / dx, from the value that `apply` gave."""
+        return self.scale if self.softcap is None else self.scale * (1 - (capped / self.softcap) ** 2)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log softmax(rule(hidden @ weight.T + bias) / temperature)[labels], without the [T, V] logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_T: torch.Tensor,
+        rule: LogitRule,
+        temperature: float,
+        piece: int,
+    ) -> torch.Tensor:
+        tokens = len(hidden_TH)
+        lse_T = hidden_TH.new_full((tokens,), -torch.inf, dtype=torch.float32)
+        chosen_T = hidden_TH.new_zeros((tokens,), dtype=torch.float32)
+        for start in range(0, len(weight_VH), piece):
+            logits_TP = _piece_of_logits(hidden_TH, weight_VH, bias_V, rule, start, piece) / temperature
+            lse_T = torch.logaddexp(lse_T, logits_TP.logsumexp(-1))
+            inside_T, local_T = _inside(labels_T, start, logits_TP.shape[-1])
+            chosen_T = torch.where(inside_T, logits_TP.gather(-1, local_T[:, None])[:, 0], chosen_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, labels_T, lse_T)
+        ctx.rule, ctx.temperature, ctx.piece = rule, temperature, piece
+        return chosen_T - lse_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TH, weight_VH, bias_V, labels_T, lse_T = ctx.saved_tensors
+        grad_T = grads[0].float()
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden_TH, dtype=torch.float32) if need_hidden else None
+        grad_weight = torch.empty_like(weight_VH) if need_weight else None
+        grad_bias = torch.empty_like(bias_V) if need_bias else None
+        for start in range(0, len(weight_VH), ctx.piece):
+            logits_TP = _piece_of_logits(hidden_TH, weight_VH, bias_V, ctx.rule, start, ctx.piece)
+            slope = ctx.rule.slope(logits_TP) / ctx.temperature
+            # d log p(label) / d logits = onehot(label) - softmax
+            grad_TP = -torch.exp(logits_TP / ctx.temperature - lse_T[:, None])
+            inside_T, local_T = _inside(labels_T, start, logits_TP.shape[-1])
+            grad_TP.scatter_add_(-1, local_T[:, None], inside_T[:, None].float())
+            grad_TP = (grad_TP * slope * grad_T[:, None]).to(hidden_TH.dtype)
+            end = start + logits_TP.shape[-1]
+            if grad_hidden is not None:
+                grad_hidden += (grad_TP @ weight_VH[start:end]).float()
+            if grad_weight is not None:
+                grad_weight[start:end] = grad_TP.T @ hidden_TH
+            if grad_bias is not None:
+                grad_bias[start:end] = grad_TP.sum(0)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden_TH.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _piece_of_logits(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    rule: LogitRule,
+    start: int,
+    piece: int,
+) -> torch.Tensor:
+    logits = hidden_TH @ weight_VH[start : start + piece].T
+    if bias_V is not None:
+        logits = logits + bias_V[start : start + piece]
+    return rule.apply(logits)
+
+
+def _inside(labels_T: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    local_T = labels_T - start
+    return (local_T >= 0) & (local_T < width), local_T.clamp(0, width - 1)
