@@ -16,6 +16,7 @@ import torch
 from router_replay.batch import NO_LABEL, Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
+from router_replay.replay.packing import packed_arguments
 from router_replay.replay.vocabulary import LogitRule, TokenLogprobs
 
 # Sent through the model's own code behind the output matrix, to see that it does what we think it does.
@@ -32,21 +33,17 @@ def logprobs(
 ) -> torch.Tensor:
     """The log-prob of `batch.labels[i]` at slot i, float32 [slots], 0 where a slot has no label.
 
-    Differentiable. Sequences of a packed batch do not see each other: the model gets position ids
-    that start anew with each sequence. `forward_arguments` go to the model's forward.
+    Differentiable. Sequences of a packed batch do not see each other; a family that cannot keep them
+    apart refuses a batch of more than one. `forward_arguments` go to the model's forward.
     """
     device = next(model.parameters()).device
     tensors = batch.to_torch(device) if isinstance(batch, Batch) else batch
     labelled_T = tensors.labels != NO_LABEL
     labels_T = torch.where(labelled_T, tensors.labels, 0)
     rule = logit_rule(model.config)
+    inputs = packed_arguments(model, tensors.token_ids[None], tensors.position_ids[None])
     with _head_gives_logprobs(model, labels_T, rule, temperature, vocabulary_piece) as found:
-        output = model(
-            input_ids=tensors.token_ids[None],
-            position_ids=tensors.position_ids[None],
-            use_cache=False,
-            **forward_arguments,
-        )
+        output = model(**inputs, use_cache=False, **forward_arguments)
     if not found:
         raise ReplayError(
             f"{type(model).__name__} did not call its output matrix (get_output_embeddings()): "

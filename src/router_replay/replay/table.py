@@ -16,6 +16,7 @@ import re
 
 from router_replay.errors import ReplayError
 from router_replay.replay.families import CHOICES, WHERE, Choice
+from router_replay.replay.packing import NOT_PACKED, PARTLY_PACKED
 
 NO_ROUTER = {
     "vitpose_backbone": "chooses its expert by the dataset index that the caller passes: there is nothing to replay",
@@ -60,6 +61,7 @@ class Row:
     replay: str  # "yes", or why not
     checkpointing: str
     compiles: str
+    packing: str  # are packed sequences kept apart?
     aux_loss: str  # what the family's own load-balancing loss sees under replay
     note: str
 
@@ -71,7 +73,7 @@ def rows() -> list[Row]:
         source = file.read_text(encoding="utf-8")
         family = file.parent.name
         if family in NO_ROUTER:
-            found.append(Row(family, "-", "-", f"no: {NO_ROUTER[family]}", "-", "-", "-", ""))
+            found.append(Row(family, "-", "-", f"no: {NO_ROUTER[family]}", "-", "-", "-", "-", ""))
         elif '"router_logits":' in source:
             found.append(_row(family, source))
     return found
@@ -79,7 +81,7 @@ def rows() -> list[Row]:
 
 def families_table() -> str:
     """The table as Markdown."""
-    head = ("family", "router", "choice", "replay", "checkpointing", "fullgraph", "aux loss sees", "note")
+    head = ("family", "router", "choice", "replay", "checkpointing", "fullgraph", "packing", "aux loss sees", "note")
     lines = [dataclasses.astuple(row) for row in rows()]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *lines))
 
@@ -103,6 +105,7 @@ def _row(family: str, source: str) -> Row:
         replay="yes",
         checkpointing=NO_CHECKPOINTING.get(family, "yes"),
         compiles=f"no: {DOES_NOT_COMPILE[family]}" if family in DOES_NOT_COMPILE else "yes",
+        packing=f"no: {NOT_PACKED[family]}" if family in NOT_PACKED else PARTLY_PACKED.get(family, "yes"),
         aux_loss="live logits, their own top-k" if own_loss else "no such loss",
         note=NOTES.get(family, ""),
     )
