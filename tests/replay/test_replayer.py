@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from router_replay import RouterSpec, Routes
+from router_replay import RouterSpec, Routes, Sample, pack
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.replayer import RouterReplay
@@ -328,6 +328,42 @@ def test_reentrant_checkpointing_works_inside_and_raises_outside(model: tiny.Tin
     loss = model.forward().square().sum()
     with pytest.raises(ReplayError, match="recomputed in backward"), replayer.replay(other):
         loss.backward()
+
+
+def test_a_reentrant_checkpoint_of_one_block_does_not_take_the_routes_of_the_next(
+    model: tiny.Tiny, replayer: RouterReplay
+) -> None:
+    model.model.gradient_checkpointing_enable({"use_reentrant": True})
+    with replayer.replay(routes_for(replayer, model, 1)):
+        first = model.forward().square().sum()
+    with replayer.replay(routes_for(replayer, model, 2)):
+        model.forward()  # every router has used the second routes by now
+        with pytest.raises(ReplayError, match="recomputed in backward"):
+            first.backward()
+
+
+def test_a_reference_model_beside_the_policy_stays_live(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    reference = tiny.make("qwen3_moe")  # the same class, built again: nothing is registered by class
+    expected = reference.forward()
+    with replayer.replay(routes_for(replayer, model, 1)):
+        assert not torch.equal(model.forward(), expected)
+        assert torch.equal(reference.forward(), expected)
+    RouterReplay(reference.model)
+    with replayer.replay(routes_for(replayer, model, 1)):
+        assert torch.equal(reference.forward(), expected)
+    assert replayer.stats.passes == 1
+
+
+def test_a_batch_brings_its_own_loss_mask(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    tokens = model.inputs["input_ids"].reshape(-1).numpy()
+    captured = np.arange(len(tokens)) != 3  # predicts token 4
+    routes = Routes(routes_for(replayer, model).ids, replayer.spec, captured=captured)
+    batch = pack([Sample(tokens, np.zeros(len(tokens)), np.ones(len(tokens), bool), routes)], 64, on_missing="live")
+    with pytest.raises(ReplayError, match="the first is row 3"), replayer.replay(batch):
+        pass
+    with replayer.replay(batch, on_missing="live"):
+        model.forward()
+    assert set(replayer.stats.rows_live) == {1}
 
 
 def test_two_open_graphs_recompute_with_their_own_routes(model: tiny.Tiny, replayer: RouterReplay) -> None:
