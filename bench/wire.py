@@ -32,7 +32,7 @@ TURNS = 15
 DENSE_TURNS = 41
 JSON_ROWS = 64  # JSON is measured on a slice and scaled
 MODELS = {"8 of 128": (48, 128, 8), "8 of 256": (58, 256, 8), "8 of 384": (60, 384, 8), "22 of 512": (40, 512, 22)}
-SIZE_GOAL, TIME_GOAL, COPY_GOAL = 1.02, 1.0, 1.1
+SIZE_GOAL, TIME_GOAL, COPY_GOAL, IMPORT_GOAL = 1.02, 1.0, 1.1, 300
 DENSE, UNCHECKED = "dense", "dense, check_rows=False"
 
 
@@ -171,6 +171,14 @@ def dense_to_copy(blob: bytes) -> dict[str, float]:
     return {path: min(times[path]) / min(times["copy"]) for path in (DENSE, UNCHECKED)}
 
 
+def import_ms() -> dict[str, float]:
+    """Importing the package, and all that the wire needs, in a fresh process."""
+    code = "import time; begin = time.perf_counter(); import {}; print((time.perf_counter() - begin) * 1e3)"
+    names = ("router_replay", "router_replay.wire")
+    run = {name: [sys.executable, "-c", code.format(name)] for name in names}
+    return {name: min(float(subprocess.check_output(run[name])) for _ in range(5)) for name in names}
+
+
 def first_call_ms() -> float:
     """Encoding four rows as the first thing that a fresh process does after its imports."""
     code = (
@@ -258,6 +266,10 @@ def main() -> int:
     print(table(rows))
     print(f"\nfirst encode in a fresh process, 22 of 512: {first_call_ms():.1f} ms")
     failures = missed(rows)
+    imports = import_ms()
+    print(", ".join(f"import {name}: {taken:.0f} ms" for name, taken in imports.items()))
+    if max(imports.values()) > IMPORT_GOAL:
+        failures.append(f"import takes {max(imports.values()):.0f} ms, goal {IMPORT_GOAL}")
     for line in failures:
         print(f"MISSED: {line}")
     print("some goals were missed" if failures else "all goals reached")

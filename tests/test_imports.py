@@ -63,8 +63,7 @@ def test_the_public_names_resolve() -> None:
         router_replay.nothing  # noqa: B018
 
 
-def test_import_is_quick() -> None:
-    code = (
-        "import time; t = time.perf_counter(); import router_replay, router_replay.wire; print(time.perf_counter() - t)"
-    )
-    assert min(float(run(code)) for _ in range(3)) < 0.3
+def test_the_package_itself_loads_nothing_heavy() -> None:
+    """What makes `import router_replay` quick; bench/wire.py holds the time."""
+    code = "import sys, router_replay; print(sorted(set(sys.modules) & {'numpy', 'torch', 'msgspec', 'transformers'}))"
+    assert run(code).strip() == "[]"
