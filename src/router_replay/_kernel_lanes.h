@@ -20,6 +20,7 @@ typedef uint16_t u16_anywhere __attribute__((aligned(1), may_alias)); /* a blob 
 static int simd = 0;
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt")))
 #define AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt")))
 #define DISPATCH(name, parameters, ...)                                                             \
@@ -32,13 +33,16 @@ static int simd = 0;
         return simd == 1 ? name##_avx2(__VA_ARGS__) : name##_plain(__VA_ARGS__);                    \
     }
 
+/* By CPUID itself: __builtin_cpu_supports needs a runtime symbol that not every compiler can link. */
 static int best_simd(void)
 {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return 2;
-    return __builtin_cpu_supports("avx2") ? 1 : 0;
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0; /* may the registers be saved? */
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    const unsigned avx512 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31; /* f, dq, cd, bw, vl */
+    if ((b & avx512) == avx512 && (low & 0xe6) == 0xe6) return 2;
+    return b & 1u << 5 ? 1 : 0;
 }
 #else
 static int best_simd(void) { return 0; }
