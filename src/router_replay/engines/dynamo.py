@@ -1,0 +1,252 @@
+"""A Dynamo frontend by its URL: `/v1/completions` with token ids both ways, and routes under `nvext`.
+
+    with DynamoEngine("http://127.0.0.1:8000", spec, workers=["http://127.0.0.1:8081"]) as engine: ...
+
+The frontend serves; it neither aborts by name, nor pauses, nor loads weights. Those go to the workers' own system
+servers (`workers`; `/v1/rl/workers` of the discovery port lists them as `system_url`). Without them the engine is
+one of fixed weights. No tokenizer is needed here: `nvext.completion_token_ids` brings the sampled tokens.
+
+This follows Dynamo's published contract; it was not run against a live Dynamo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from router_replay import wire
+from router_replay.engines.base import Capabilities, Completion, FinishReason, InFlight, Request
+from router_replay.engines.http import Http, message_of
+from router_replay.engines.http_engine import Flight, HttpEngine, nothing_generated
+from router_replay.engines.prefill_decode import check_server
+from router_replay.errors import EngineError, RouterReplayError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort", "abort": "abort"}
+_NO_FORCING = "Dynamo's completions carry no routes to the engine, so it cannot be told which experts to use"
+_NO_WORKERS = "no workers= were given, so it can neither hold requests nor load weights"
+
+
+class DynamoEngine(HttpEngine):
+    """A client of one frontend. `model` is found out where the frontend serves one only.
+
+    `settings` are the workers' engine arguments, where the caller knows them: those that make rows stale (KV offload,
+    a KV connector, context or pipeline parallel, prefill/decode) are refused here, since the frontend does not tell.
+    """
+
+    server = "Dynamo"
+
+    def __init__(
+        self,
+        url: str,
+        spec: RouterSpec,
+        *,
+        model: str | None = None,
+        workers: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+        version: int = 0,
+        timeout: float = 3600.0,
+    ) -> None:
+        self.spec = spec
+        self._model = model
+        self._worker_urls = list(workers)
+        self._settings = settings or {}
+        self._calls: dict[str, list[asyncio.Task[Completion]]] = {}
+        super().__init__(url, version, timeout)
+
+    async def _connect(self) -> None:
+        self._workers = [Http(url, self._timeout, "Dynamo worker") for url in self._worker_urls]
+        check_server(self._settings, server=f"the workers of {self._http.url}")
+        listed = await self._http.expect("GET", "/v1/models", repeat=True)
+        try:
+            served = [model["id"] for model in listed["data"]]
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self._http.url}/v1/models answered {str(listed)[:200]}. Is this Dynamo?") from error
+        if self._model is None and len(served) == 1:
+            self._model = served[0]
+        if self._model not in served:
+            raise EngineError(f"{self._http.url} serves {served}, not {self._model!r}: pass model=")
+        lacks = [_NO_FORCING, *([] if self._workers else [_NO_WORKERS])]
+        self.capabilities = Capabilities(True, False, True, True, bool(self._workers), "; ".join(lacks))
+
+    # -- generating -----------------------------------------------------------------------------
+
+    async def _generate(self, flight: Flight) -> list[Completion]:
+        """One call per sample: `nvext` holds the tokens and rows of one choice only."""
+        assert self._model is not None
+        calls = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
+        self._calls[flight.names[0]] = calls
+        try:
+            return await asyncio.gather(*calls)
+        except asyncio.CancelledError:
+            if flight.stopped:  # by _stop below; what had been generated was never sent
+                return nothing_generated(flight, self)
+            raise
+        finally:
+            del self._calls[flight.names[0]]
+            for call in calls:
+                call.cancel()
+
+    async def _sample(self, flight: Flight, index: int) -> Completion:
+        request = flight.request
+        body = completions_body(request, index, str(self._model), flight.version)
+        status, answer = await self._http.request("POST", "/v1/completions", body)
+        if status != 200:
+            raise EngineError(f"{request.id}: {self._http.url} answered {status}: {message_of(answer)}")
+        return completion_of(answer, request, index, self.spec, flight.version)
+
+    async def _stop(self, flights: Sequence[Flight]) -> None:
+        """Close the connections: the frontend then cancels the request in its worker."""
+        for flight in flights:
+            for call in self._calls.get(flight.names[0], []):
+                call.cancel()
+
+    # -- holding and loading, at the workers ----------------------------------------------------
+
+    async def _hold(self) -> None:
+        # Without workers nothing is held: the requests of this engine have ended, and new ones wait at its gate.
+        await self._tell("pause_generation", {"mode": "keep", "clear_cache": False})
+
+    async def _go(self) -> None:
+        await self._tell("resume_generation", {})
+
+    async def _settle(self, in_flight: InFlight) -> None:
+        if in_flight == "keep" and not self._workers and any(flight.started for flight in self._flights):
+            raise EngineError(f"requests cannot be kept: {_NO_WORKERS}. Choose in_flight='abort' or 'wait'")
+        await super()._settle(in_flight)
+
+    async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
+        if not self._workers:
+            raise EngineError(f"weights cannot be loaded: {_NO_WORKERS}")
+        if any(flight.started for flight in self._flights):
+            raise EngineError(
+                "in_flight='keep' would mix two policies in one answer, and Dynamo does not say where the change lies: "
+                "choose 'abort' or 'wait'"
+            )
+        try:
+            await self._tell("update_weights_from_disk", {"model_path": source, "weight_version": str(version)})
+        except EngineError as error:
+            self._broken = f"not every worker loaded {source}, so they may serve different weights: {error}"
+            raise EngineError(self._broken) from error
+
+    async def _tell(self, route: str, body: dict[str, Any]) -> None:
+        """A worker can answer 200 and say in its JSON that it failed."""
+        answers = await asyncio.gather(*(worker.expect("POST", f"/engine/{route}", body) for worker in self._workers))
+        for worker, answer in zip(self._workers, answers, strict=True):
+            if not isinstance(answer, dict) or answer.get("status") != "ok":
+                raise EngineError(f"{worker.url}/engine/{route} answered {str(answer)[:300]}, expected status 'ok'")
+
+    async def _close(self) -> None:
+        await asyncio.gather(super()._close(), *(worker.close() for worker in self._workers))
+
+
+def completions_body(request: Request, index: int, model: str, version: int) -> dict[str, Any]:
+    """The JSON of one sample."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [int(token) for token in request.token_ids],
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "logprobs": 1,
+        "ignore_eos": sampling.ignore_eos,
+        "stream": False,
+        "nvext": {
+            "extra_fields": ["completion_token_ids", "routed_experts"],
+            "routed_experts_prompt_start": prompt_start(request.routes_start, len(request.token_ids)),
+            "cache_salt": f"router-replay-{version}",  # KV of older weights is never matched
+        },
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed + index
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    return body
+
+
+def prompt_start(start: int, prompt_tokens: int) -> int:
+    """As Dynamo reads it: below 0 means 0, beyond the prompt means the prompt's length."""
+    return max(0, min(start, prompt_tokens))
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Nvext(msgspec.Struct):
+    completion_token_ids: list[int] | None = None
+    routed_experts: dict[str, Any] | str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    nvext: _Nvext | None = None
+
+
+def completion_of(body: bytes, request: Request, index: int, spec: RouterSpec, version: int) -> Completion:
+    """One sample, checked whole."""
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{request.id}: Dynamo's answer was not understood: {error}") from error
+    if len(answer.choices) != 1:
+        raise EngineError(f"{request.id}: asked for one choice, got {len(answer.choices)}; nvext holds the rows of one")
+    [choice], nvext, prompt = answer.choices, answer.nvext or _Nvext(), len(request.token_ids)
+    if choice.finish_reason not in _FINISH:
+        raise EngineError(f"{request.id}: Dynamo ended with finish_reason {choice.finish_reason!r}")
+    if nvext.completion_token_ids is None:
+        raise EngineError(
+            f"{request.id}: no nvext.completion_token_ids in the answer: this Dynamo is too old to return tokens"
+        )
+    tokens = nvext.completion_token_ids
+    logprobs = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
+    if len(logprobs) != len(tokens) or None in logprobs:
+        raise EngineError(f"{request.id}: {len(tokens)} tokens came with log-probs {str(logprobs)[:200]}")
+    routes, start = Routes.missing(0, spec), request.routes_start
+    if tokens:
+        routes, start = _rows(nvext.routed_experts, spec, prompt, request)
+    return Completion(
+        request_id=request.id,
+        index=index,
+        token_ids=np.asarray(tokens, np.int64),
+        logprobs=np.asarray(logprobs, np.float32),
+        routes=routes.with_versions(version),
+        start=start,
+        finish_reason=_FINISH[choice.finish_reason],
+        versions=np.full(len(tokens), version, np.int64),
+    ).check(prompt)
+
+
+def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, request: Request) -> tuple[Routes, int]:
+    """Rows and the position of the first. In front of SGLang Dynamo passes SGLang's own text on, which has no start."""
+    if value is None:
+        raise EngineError(
+            f"{request.id}: no nvext.routed_experts in the answer: start the workers with "
+            "--enable-return-routed-experts (TensorRT-LLM workers return none)"
+        )
+    zeros = spec.top_k == 1
+    try:
+        if isinstance(value, str):
+            return wire.from_sglang(value, spec, allow_zero_layers=zeros), 0
+        rows = wire.from_dynamo(value, spec, prompt_length=prompt, allow_zero_layers=zeros)
+        start = wire.peer_start(value)
+    except RouterReplayError as error:
+        raise EngineError(f"{request.id}: {error}") from error
+    if start != request.routes_start:
+        raise EngineError(
+            f"{request.id}: asked for rows from {request.routes_start} on, they start at {start}: these workers do not "
+            "know nvext.routed_experts_prompt_start"
+        )
+    return rows, start

@@ -1,0 +1,233 @@
+"""The embedded engine: a transformers model in this process, generating in batches with a key-value cache.
+
+    with EmbeddedEngine("Qwen/Qwen3-30B-A3B", dtype="bfloat16", device_map="cuda") as engine:
+        [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
+
+Requests join and leave the batch between two passes. One thread owns the model and all state; every call of the
+protocol becomes a command that this thread runs between two passes, so calls may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
+from typing import Any, get_args
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request
+from router_replay.engines.embedded_cache import why_one_at_a_time
+from router_replay.engines.embedded_runner import Runner
+from router_replay.engines.embedded_samples import Flight
+from router_replay.engines.embedded_sampling import refuse_sampling
+from router_replay.engines.embedded_schedule import Barrier, Schedule
+from router_replay.engines.embedded_weights import Source, copy_in_place, refuse_folder, stage
+from router_replay.errors import EngineError
+from router_replay.replay import RouterReplay
+
+Future = concurrent.futures.Future
+
+
+class EmbeddedEngine(Engine):
+    """The engine over a model, or over a Hugging Face folder that is loaded with `load_arguments`.
+
+    The model is the engine's until `close`: in evaluation mode, with routes and weights under its control. `max_batch`
+    is the number of samples that decode together, `max_prefill_tokens` that of the prompt tokens of one pass (a longer
+    prompt has a pass of its own), `max_length` that of prompt and completion (the model's own limit by default).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        version: int = 0,
+        max_batch: int = 64,
+        max_prefill_tokens: int = 16384,
+        max_length: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        **load_arguments: Any,
+    ) -> None:
+        if max_batch < 1 or max_prefill_tokens < 1:
+            raise EngineError(f"max_batch={max_batch} and max_prefill_tokens={max_prefill_tokens} must be at least 1")
+        _refuse_version(version)
+        if isinstance(model, str | os.PathLike):
+            model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
+        elif load_arguments:
+            raise EngineError(f"{', '.join(load_arguments)}: arguments of loading, and the model is loaded already")
+        if model.get_output_embeddings() is None or "decoder_input_ids" in signature(type(model).forward).parameters:
+            raise EngineError(f"{type(model).__name__} is no decoder with a language-model head: it cannot generate")
+        why = why_one_at_a_time(model.config)
+        why = f"samples are generated one at a time: {why}" if why else ""
+        text = model.config.get_text_config(decoder=True)
+        self._max_length: int = max_length or getattr(text, "max_position_embeddings", None) or 1 << 62
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._end_of_sequence = _end_of_sequence(model) if eos_token_id is None else _ids(eos_token_id)
+        self._model = model.eval()
+        self._replayer = RouterReplay(model)
+        self.spec = self._replayer.spec
+        self.capabilities = Capabilities(True, True, True, True, True, why_not=why)
+        runner = Runner(model, self._replayer, one_at_a_time=bool(why))
+        self._schedule = Schedule(runner, self.spec, version, 1 if why else max_batch, max_prefill_tokens)
+        self._wake = threading.Condition()
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._closing = False
+        self._end = "this engine was closed"
+        self._thread = threading.Thread(target=self._run, name="router-replay-embedded", daemon=True)
+        self._thread.start()
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._schedule.version
+
+    async def submit(self, request: Request) -> list[Completion]:
+        self._refuse(request)
+        flight = Flight(request, self._end_of_sequence, self._max_length)
+        joined = self._post(lambda: self._schedule.join(flight))
+        try:
+            await asyncio.wrap_future(joined)
+            return await asyncio.wrap_future(flight.future)
+        except asyncio.CancelledError:
+            flight.future.cancel()
+            with self._wake:
+                self._wake.notify()
+            raise
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        wanted = None if request_ids is None else list(request_ids)
+        return self._post(lambda: self._schedule.abort(wanted)).result()
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        self._when_settled(in_flight, lambda: self._set_paused(True))
+
+    def resume(self) -> None:
+        self._when_settled("keep", lambda: self._set_paused(False))
+
+    def update_weights(self, source: Source, version: int, in_flight: InFlight = "abort") -> None:
+        """Take the weights of a folder, a state dict or a module in place. Generation stands still meanwhile.
+
+        A source that does not fit raises before a request is touched. Requests that are kept go on with their
+        key-value cache, which is of the old weights; the versions of their tokens and rows say so.
+        """
+        refuse_folder(source)
+        _refuse_version(version)
+        staged: dict[str, Any] = {}
+        self._when_settled(
+            in_flight,
+            act=lambda: self._swap(staged, version),
+            prepare=lambda: staged.update(stage(self._model, source)),
+        )
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    # -- from any thread ------------------------------------------------------------------------
+
+    def _refuse(self, request: Request) -> None:
+        request.check(self.spec, self.capabilities)
+        refuse_sampling(request)
+        tokens = len(request.token_ids)
+        if tokens >= self._max_length:
+            raise EngineError(f"{request.id}: a prompt of {tokens} tokens leaves no room in {self._max_length}")
+        lowest, highest = min(request.token_ids), max(request.token_ids)
+        if lowest < 0 or highest >= self._vocabulary:
+            raise EngineError(f"{request.id}: token ids must lie in [0, {self._vocabulary}), got {lowest} to {highest}")
+
+    def _post(self, command: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._closing:
+                raise EngineError(self._end)
+            self._commands.append((command, future))
+            self._wake.notify()
+        return future
+
+    def _when_settled(
+        self, in_flight: InFlight, act: Callable[[], None], prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        if in_flight not in get_args(InFlight):
+            raise EngineError(f"in_flight must be one of {get_args(InFlight)}, got {in_flight!r}")
+        barrier = Barrier(in_flight, prepare, act, Future())
+        self._post(lambda: self._schedule.add(barrier)).result()
+        barrier.future.result()
+
+    # -- on the engine's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._next_commands():
+                    self._schedule.pass_barriers()
+                    self._schedule.advance()
+        except BaseException as error:
+            self._end = f"the engine's thread died: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._shut_down()
+
+    def _next_commands(self) -> bool:
+        """Run the commands that came during the last pass; wait for one where there is nothing to do. False: end."""
+        with self._wake:
+            while not (self._commands or self._closing or self._schedule.has_work()):
+                self._wake.wait()
+                self._schedule.land()  # a wake without a command is a cancelled submit
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, []
+        for command, future in commands:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(command())
+                except Exception as error:
+                    future.set_exception(error)
+        return True
+
+    def _set_paused(self, paused: bool) -> None:
+        self._schedule.paused = paused
+
+    def _swap(self, tensors: dict[str, Any], version: int) -> None:
+        try:
+            copy_in_place(self._model, tensors)
+        except Exception as error:
+            broken = f"copying the weights of version {version} failed half-way: {error}; start a new engine"
+            self._schedule.broken = broken
+            self._schedule.fail_all(broken)
+            raise EngineError(broken) from error
+        self._schedule.version = version
+
+    def _shut_down(self) -> None:
+        with self._wake:
+            self._closing = True
+            left = [future for _, future in self._commands]
+        self._schedule.end(self._end)
+        for future in left:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+                future.set_exception(EngineError(self._end))
+        self._replayer.detach()
+
+
+def _refuse_version(version: Any) -> None:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise EngineError(f"a policy version is an integer from 0 on, got {version!r}")
+
+
+def _end_of_sequence(model: Any) -> frozenset[int]:
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
+        tokens = getattr(config, "eos_token_id", None)
+        if tokens is not None:
+            return _ids(tokens)
+    return frozenset()
+
+
+def _ids(tokens: int | Sequence[int]) -> frozenset[int]:
+    return frozenset([tokens] if isinstance(tokens, int) else tokens)

@@ -1,0 +1,118 @@
+"""The key-value cache of sequences of different lengths that decode together.
+
+Sequences are aligned at their last token; shorter ones have empty slots on the left, which the attention mask hides.
+
+    lengths [3, 5]     . . a b c
+                       d e f g h
+
+A prompt is computed without padding and joins afterwards, so no pass ever sees a padding token: every row that the
+routers record is the row of a real token. A sliding-window layer keeps its last slots only, which are aligned alike.
+
+Shapes: B sequences, H key heads, S slots, D size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+MIXES_TOKENS = {"doge": "its router mixes the tokens of a batch"}
+
+
+def why_one_at_a_time(config: Any) -> str:
+    """Why sequences of this model cannot share a cache; empty where they can."""
+    if config.model_type in MIXES_TOKENS:
+        return MIXES_TOKENS[config.model_type]
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None)
+    if "chunked_attention" in (types or ()) or (types is None and getattr(text, "attention_chunk_size", None)):
+        return "its chunked attention counts positions in slots of the cache, padding included"
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:
+        return f"its attention of type {error} keeps a cache of its own"
+    for number, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"the cache of its layer {number} ({type(layer).__name__}) is not one slot per token"
+    return ""
+
+
+class RaggedCache:
+    """A DynamicCache with the number of tokens of each of its sequences; empty slots stand on the left only."""
+
+    def __init__(self, cache: DynamicCache | None = None, lengths: list[int] | None = None) -> None:
+        self.cache = cache
+        self.lengths = lengths or []
+
+    @property
+    def width(self) -> int:
+        return max(self.lengths, default=0)
+
+    def positions(self, device: Any) -> Any:
+        """The position of the next token of each sequence, [B, 1]."""
+        return torch.tensor(self.lengths, device=device)[:, None]
+
+    def mask(self, device: Any) -> Any:
+        """Which slots each sequence may see in the next pass, [B, S + 1]; None where all are full."""
+        if min(self.lengths) == self.width:
+            return None
+        first_B1 = self.width - torch.tensor(self.lengths, device=device)[:, None]
+        return (torch.arange(self.width + 1, device=device) >= first_B1).long()
+
+    def advance(self) -> None:
+        """A pass has put one token into every sequence."""
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def join(self, other: RaggedCache) -> None:
+        """Put the sequences of another cache behind these. The other one must not be used afterwards."""
+        if self.cache is None or not self.lengths:
+            self.cache, self.lengths = other.cache, other.lengths
+            return
+        assert other.cache is not None
+        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+            if not mine.is_initialized:  # a layer that uses another's keys keeps none
+                continue
+            mine.keys = _below(mine.keys, theirs.keys)
+            mine.values = _below(mine.values, theirs.values)
+            if isinstance(mine, DynamicSlidingWindowLayer):
+                mine.cumulative_length = max(mine.cumulative_length, theirs.cumulative_length)
+        self.lengths = self.lengths + other.lengths
+
+    def select(self, index: list[int]) -> None:
+        """Keep these sequences, in this order; one may be kept more than once. Slots that are empty in all go."""
+        if index == list(range(len(self.lengths))):
+            return
+        if not index:
+            self.cache, self.lengths = None, []
+            return
+        assert self.cache is not None
+        before = self.width
+        self.lengths = [self.lengths[i] for i in index]
+        unused = before - self.width
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                _select(layer, index, unused)
+
+
+def _below(upper_BHSD: Any, lower_BHSD: Any) -> Any:
+    slots = max(upper_BHSD.shape[-2], lower_BHSD.shape[-2])
+    return torch.cat([_widen(upper_BHSD, slots), _widen(lower_BHSD, slots)])
+
+
+def _widen(states_BHSD: Any, slots: int) -> Any:
+    missing = slots - states_BHSD.shape[-2]
+    return torch.nn.functional.pad(states_BHSD, (0, 0, missing, 0)) if missing else states_BHSD
+
+
+def _select(layer: Any, index: list[int], unused: int) -> None:
+    width = layer.keys.shape[-2]
+    slots = width - unused
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length -= unused
+        slots = min(width, layer.cumulative_length)  # what has left the window was cut off before
+    rows = torch.tensor(index, device=layer.keys.device)
+    layer.keys = layer.keys[:, :, width - slots :].index_select(0, rows)
+    layer.values = layer.values[:, :, width - slots :].index_select(0, rows)

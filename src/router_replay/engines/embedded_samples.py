@@ -1,0 +1,101 @@
+"""A request on its way through the embedded engine: its samples, what each has so far, and the Completion of it.
+
+The pass that computes row p samples the token at position p + 1, so the two have one policy version. A sample keeps
+the version of each token; row prompt + i has that of token i + 1, and all prompt rows that of the first token.
+
+Shapes: T prompt tokens, L routed layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Collection
+
+import numpy as np
+
+from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+RESOLUTION = 1 << 40  # below 1 by more than a float64 rounds, finer than any probability that matters
+
+
+class Flight:
+    """One request and its future. It has landed when the future has an answer, whatever that is."""
+
+    def __init__(self, request: Request, end_of_sequence: Collection[int], max_length: int) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.tokens = [int(token) for token in request.token_ids]
+        self.stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_of_sequence)}
+        self.max_tokens = min(sampling.max_tokens, max_length - len(self.tokens))
+        self.future: concurrent.futures.Future[list[Completion]] = concurrent.futures.Future()
+        self.samples = [Sample(self, index) for index in range(sampling.n)]
+        self.landed = False
+
+    def fail(self, error: Exception) -> None:
+        self.landed = True
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+            self.future.set_exception(error)
+
+    def land(self, spec: RouterSpec) -> list[Completion]:
+        """Answer with what there is; a sample that was not through is aborted."""
+        completions = [sample.completion(spec) for sample in self.samples]
+        self.landed = True
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.future.set_result(completions)
+        return completions
+
+
+class Sample:
+    """One of the n samples of a request."""
+
+    def __init__(self, flight: Flight, index: int) -> None:
+        self.flight = flight
+        self.index = index
+        seed = flight.request.sampling.seed
+        self._random = np.random.default_rng(None if seed is None else seed + index)
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._rows: list[np.ndarray] = []  # the prompt's [T, L, K], then one [1, L, K] per token that was forwarded
+        self.finish: FinishReason | None = None
+
+    def uniform(self) -> float:
+        return int(self._random.integers(RESOLUTION)) / RESOLUTION
+
+    def take(self, rows: np.ndarray, token: int, logprob: float, version: int) -> None:
+        """What one pass gave: the rows that it computed and the token that it sampled."""
+        self._rows.append(rows)
+        self.tokens.append(token)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+        if token in self.flight.stop:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.flight.max_tokens:
+            self.finish = "length"
+
+    def completion(self, spec: RouterSpec) -> Completion:
+        request = self.flight.request
+        versions = np.asarray(self._versions, np.int64)
+        return Completion(
+            request_id=request.id,
+            index=self.index,
+            token_ids=np.asarray(self.tokens, np.int64),
+            logprobs=np.asarray(self._logprobs, np.float32),
+            routes=self._routes(versions, spec),
+            start=request.routes_start,
+            finish_reason=self.finish or "abort",
+            versions=versions,
+        ).check(len(self.flight.tokens))
+
+    def _routes(self, versions: np.ndarray, spec: RouterSpec) -> Routes:
+        if not self.tokens:
+            return Routes.missing(0, spec)
+        start, forced = self.flight.request.routes_start, self.flight.request.forced_routes
+        row_versions = np.concatenate([np.full(len(self.flight.tokens), versions[0]), versions[1:]])
+        if forced is not None and forced.version_runs is not None:
+            captured = forced.captured
+            row_versions[: len(forced)][captured] = forced.versions[captured]  # who routed them first
+        return Routes(np.concatenate(self._rows)[start:], spec, versions=row_versions[start:])

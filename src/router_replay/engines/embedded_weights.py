@@ -1,0 +1,96 @@
+"""New weights for a model that is running: read and compared first, so that a wrong source changes nothing.
+
+A folder goes through transformers, which knows how the names and expert tensors of a checkpoint become those of the
+module. It is read into host memory beside the running model, and then copied in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from router_replay.errors import EngineError
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a checker may not see
+SHOWN = 5
+
+
+def refuse_folder(source: Any) -> None:
+    """The cheap look, before anything in flight is touched."""
+    if isinstance(source, Mapping | nn.Module):
+        return
+    if not isinstance(source, str | os.PathLike):
+        raise EngineError(
+            f"weights come from a Hugging Face folder, a state dict or a module, got {type(source).__name__}"
+        )
+    if not any(pathlib.Path(source).glob("*.safetensors")):
+        raise EngineError(f"no .safetensors file in {os.fspath(source)}: weights come from a Hugging Face folder")
+
+
+def stage(model: Any, source: Source) -> dict[str, Any]:
+    """A tensor of the right shape for every name in the model's state dict, or EngineError that says what is wrong."""
+    if isinstance(source, nn.Module):
+        return _fitting(model, source.state_dict(), type(source).__name__)
+    if isinstance(source, Mapping):
+        return _fitting(model, source, "the state dict")
+    folder = os.fspath(source)
+    try:
+        loaded, info = type(model).from_pretrained(
+            folder,
+            config=copy.deepcopy(model.config),  # ours: a folder of weights alone will do
+            generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
+            dtype=model.dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise EngineError(f"the weights of {folder} could not be loaded: {type(error).__name__}: {error}") from error
+    wrong = [f"{what} {_shorten(info.get(key) or ())}" for what, key in _WRONG.items() if info.get(key)]
+    if wrong:
+        raise EngineError(f"the weights of {folder} are not those of {type(model).__name__}: {'; '.join(wrong)}")
+    return _fitting(model, loaded.state_dict(), folder)
+
+
+def copy_in_place(model: Any, tensors: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            target.copy_(tensors[name])
+
+
+_WRONG = {
+    "missing": "missing_keys",
+    "unexpected": "unexpected_keys",
+    "of another shape": "mismatched_keys",
+    "failed": "error_msgs",
+}
+
+
+def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    wanted = model.state_dict()
+    found = {name: tensors[name] for name in wanted if name in tensors}
+    for name in wanted.keys() - found.keys():  # a tied tensor has two names, and a source may give one
+        twin = next((other for other in found if wanted[other].data_ptr() == wanted[name].data_ptr()), None)
+        if twin is not None and wanted[name].numel():
+            found[name] = found[twin]
+    wrong = {
+        "missing": wanted.keys() - found.keys(),
+        "unexpected": tensors.keys() - wanted.keys(),
+        "of another shape": {name for name, tensor in found.items() if tensor.shape != wanted[name].shape},
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{what} {_shorten(names)}" for what, names in wrong.items() if names)
+        raise EngineError(f"the weights of {where} are not those of {type(model).__name__}: {said}")
+    return found
+
+
+def _shorten(names: Any) -> str:
+    named = sorted(str(name) for name in names)
+    shown = ", ".join(named[:SHOWN])
+    return f"{shown}, ... {len(named)} in all" if len(named) > SHOWN else shown

@@ -1,0 +1,296 @@
+"""The protocol of engines over the few calls that a server behind a URL has.
+
+All work happens on one event loop in a thread of its own, so `submit` may be awaited in any loop, and the blocking
+calls may come from any thread. Requests pass a gate, which is shut while the engine is paused and while weights
+change: what would start then would have two versions.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.engines.http import Http
+from router_replay.errors import EngineError, RouterReplayError
+from router_replay.routes import Routes
+
+T = TypeVar("T")
+ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the server, so it is said again
+
+
+class Flight:
+    """A request on its way. `names` are what the server calls its samples; `version` is the policy it started under."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        # Random and of one length: SGLang aborts every request whose name begins with the one that it is given.
+        self.names = [f"rr-{uuid.uuid4().hex}" for _ in range(request.sampling.n)]
+        self.version = 0
+        self.started = False
+        self.stopped = False
+        self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+
+
+class HttpEngine(Engine):
+    """The protocol over a server. A subclass supplies the calls below "what a server does"."""
+
+    server = "HTTP"
+
+    def __init__(self, url: str, version: int, timeout: float) -> None:
+        self.version = version
+        self._timeout = timeout
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
+        self._thread.start()
+        self._flights: list[Flight] = []
+        self._open = True  # requests start; shut while paused and while weights change
+        self._held = False  # the server itself does not compute
+        self._paused = False  # by the caller
+        self._broken = ""
+        self._closed = False
+        try:
+            self._wait(self._start(url))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    # -- what a server does ---------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _connect(self) -> None:
+        """Set `spec` and `capabilities` from what the server says, or raise with the reason."""
+
+    @abc.abstractmethod
+    async def _generate(self, flight: Flight) -> list[Completion]: ...
+
+    @abc.abstractmethod
+    async def _stop(self, flights: Sequence[Flight]) -> None:
+        """Ask the server to end these; may be called again for those that are still there."""
+
+    @abc.abstractmethod
+    async def _hold(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _go(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
+        """Load weights into the held server; may set `_broken` when what it holds is not known any more."""
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Completion]:
+        self._refuse_closed()
+        request.check(self.spec, self.capabilities)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        wanted = None if request_ids is None else set(request_ids)
+        return self._wait(self._abort(wanted))
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        self._wait(self._pause(in_flight))
+
+    def resume(self) -> None:
+        self._wait(self._resume())
+
+    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
+        self._wait(self._update(str(source), version, in_flight))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        finally:
+            self._stop_loop()
+
+    # -- on the loop ----------------------------------------------------------------------------
+
+    async def _start(self, url: str) -> None:
+        self._exclusive = asyncio.Lock()
+        self._gate = asyncio.Condition()
+        self._http = Http(url, self._timeout, self.server)
+        try:
+            await self._connect()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def _close(self) -> None:
+        await self._http.close()
+
+    async def _fly(self, request: Request) -> list[Completion]:
+        flight = Flight(request)
+        self._flights.append(flight)
+        try:
+            async with self._gate:
+                await self._gate.wait_for(lambda: self._open or flight.stopped)
+            if self._broken:
+                raise EngineError(self._broken)
+            if flight.stopped:
+                completions = nothing_generated(flight, self)
+            else:
+                flight.version, flight.started = self.version, True
+                completions = await self._generate(flight)
+        except BaseException as error:
+            failure: BaseException = error
+            if isinstance(error, asyncio.CancelledError) and self._closed:
+                failure = EngineError(f"{request.id}: the engine was closed before the answer came")
+            elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
+                failure = EngineError(f"{request.id}: {self.server} failed: {type(error).__name__}: {error}")
+            if not flight.done.done():
+                gone = isinstance(failure, asyncio.CancelledError)
+                flight.done.set_exception(EngineError(f"{request.id}: its caller cancelled it") if gone else failure)
+                flight.done.exception()  # looked at: a flight that failed need not be awaited by anybody else
+            raise failure from error
+        else:
+            flight.done.set_result(completions)
+            return completions
+        finally:
+            self._flights.remove(flight)
+
+    async def _abort(self, wanted: set[str] | None) -> list[Completion]:
+        async with self._exclusive:  # an abort must not set a server going while weights are loaded into it
+            chosen = [flight for flight in self._flights if wanted is None or flight.request.id in wanted]
+            held = self._held and any(flight.started for flight in chosen)
+            if held:  # a held server ends nothing
+                await self._release()
+            try:
+                await self._bring_down(chosen)
+            finally:
+                if held:
+                    await self._seize()
+        landed = await asyncio.gather(*(flight.done for flight in chosen))
+        return [completion for completions in landed for completion in completions]
+
+    async def _bring_down(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            flight.stopped = True
+        async with self._gate:
+            self._gate.notify_all()
+        seconds = 0.05
+        for _ in range(ABORT_ROUNDS):
+            running = [flight for flight in flights if not flight.done.done()]
+            if not running:
+                return
+            started = [flight for flight in running if flight.started]
+            if started:
+                await self._stop(started)
+            await asyncio.wait([flight.done for flight in running], timeout=seconds)
+            seconds = min(1.0, seconds * 1.5)
+        left = [flight.request.id for flight in flights if not flight.done.done()]
+        if left:
+            raise EngineError(f"{self._http.url} was told to end {left[:8]} {ABORT_ROUNDS} times and did not")
+
+    async def _pause(self, in_flight: InFlight) -> None:
+        async with self._settled(in_flight):
+            await self._seize()
+            self._paused = True
+
+    async def _resume(self) -> None:
+        async with self._exclusive:
+            await self._release()
+            self._paused = False
+            await self._reopen()
+
+    async def _update(self, source: str, version: int, in_flight: InFlight) -> None:
+        async with self._settled(in_flight):
+            if self._broken:
+                raise EngineError(self._broken)
+            try:
+                await self._seize()
+                await self._load(source, version, in_flight)
+                self.version = version
+            finally:
+                if not self._paused:
+                    with contextlib.suppress(EngineError) if self._broken else contextlib.nullcontext():
+                        await self._release()
+
+    @contextlib.asynccontextmanager
+    async def _settled(self, in_flight: InFlight) -> AsyncIterator[None]:
+        """Nothing starts, nobody else pauses or loads, and what runs was ended, waited for, or kept as asked."""
+        try:
+            self._open = False
+            if in_flight == "wait":
+                await self._settle(in_flight)  # before the lock: it can take long, and an abort may end it
+            async with self._exclusive:
+                self._open = False
+                await self._settle(in_flight)
+                yield
+        finally:
+            await self._reopen()
+
+    async def _settle(self, in_flight: InFlight) -> None:
+        """The requests that the server works on: ended, finished, or left to be held."""
+        flights = [flight for flight in self._flights if flight.started]
+        if not flights or in_flight == "keep":
+            return
+        if in_flight == "wait":
+            if self._held:
+                raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
+            await asyncio.wait([flight.done for flight in flights])
+            return
+        await self._release()
+        await self._bring_down(flights)
+
+    async def _seize(self) -> None:
+        if not self._held:
+            await self._hold()
+            self._held = True
+
+    async def _release(self) -> None:
+        if self._held:
+            await self._go()
+            self._held = False
+
+    async def _reopen(self) -> None:
+        async with self._gate:
+            self._open = not self._paused
+            self._gate.notify_all()
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            self._refuse_closed()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed")
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+
+def nothing_generated(flight: Flight, engine: Engine) -> list[Completion]:
+    """What an abort leaves of a request that never started."""
+    empty = Routes.missing(0, engine.spec)
+    none, request = np.zeros(0, np.int64), flight.request
+    return [
+        Completion(request.id, index, none, none.astype(np.float32), empty, request.routes_start, "abort", none)
+        for index in range(request.sampling.n)
+    ]

@@ -1,0 +1,220 @@
+"""An SGLang server by its URL: `/generate`, tokens in and tokens out, with the routes of every sample.
+
+    with SglangEngine("http://127.0.0.1:30000") as engine:
+        print(engine.capabilities.why_not)      # what this server cannot do, found out when connecting
+
+The server is started with --enable-return-routed-experts. Samples of one request are sent one by one, so that each
+has its own rows and can be aborted by its own name. KV of older weights is kept apart by `extra_key`, the name of the
+policy version, which SGLang makes a part of its prefix cache's keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from router_replay.engines.base import Capabilities, Completion, InFlight, Request
+from router_replay.engines.http import FIRST_PAUSE, message_of, parsed
+from router_replay.engines.http_engine import Flight, HttpEngine
+from router_replay.engines.prefill_decode import Role, check_server, without_prompt_rows
+from router_replay.engines.sglang_answers import completion_of
+from router_replay.errors import EngineError
+from router_replay.spec import RouterSpec
+
+TESTED = "0.5.23"
+FLUSHES = 6  # tries, with growing pauses: a request that is just ending still holds its blocks
+NOT_FLUSHED = "cache was not flushed"
+UNTOUCHED = ("Failed to get model loader", "Failed to get weights iterator")  # before the first weight is written
+_NO_CAPTURE = "the server was started without --enable-return-routed-experts"
+_NO_FORCING = "SGLang cannot be told which experts to use: it has no hook between its router and its kernels"
+
+
+class SglangEngine(HttpEngine):
+    """A client of one server. `timeout` is for one request in seconds.
+
+    `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere.
+    `role` is for a server of a prefill/decode pair; see engines.prefill_decode.
+    """
+
+    server = "SGLang"
+
+    def __init__(
+        self,
+        url: str,
+        spec: RouterSpec | None = None,
+        *,
+        version: int = 0,
+        timeout: float = 3600.0,
+        role: Role = "whole",
+    ) -> None:
+        self._given = spec
+        self._role = role
+        self._names: dict[str, int] = {}  # the server's name of each policy version
+        self._name = ""
+        self._seeds = False
+        super().__init__(url, version, timeout)
+
+    async def _connect(self) -> None:
+        info = await self._info("/server_info", "/get_server_info")
+        check_server(info, self._role, self._http.url)
+        model = await self._info("/model_info", "/get_model_info")
+        self.spec = _spec(model, self._given, self._http.url)
+        self._name = str(model.get("weight_version") or "default")
+        self._names[self._name] = self.version
+        self._seeds = bool(info.get("enable_deterministic_inference"))
+        captures = bool(info.get("enable_return_routed_experts"))
+        lacks = [] if captures else [_NO_CAPTURE]
+        lacks.append(_NO_FORCING)
+        if info.get("version") != TESTED:
+            lacks.append(f"SGLang {info.get('version')} was not tried, {TESTED} was")
+        self.capabilities = Capabilities(captures, False, captures, True, True, "; ".join(lacks))
+
+    async def _info(self, path: str, older: str) -> dict[str, Any]:
+        status, answer = await self._http.request("GET", path, repeat=True)
+        if status == 404:
+            path = older
+            status, answer = await self._http.request("GET", path, repeat=True)
+        if status != 200:
+            raise EngineError(f"{self._http.url}{path} answered {status}: {message_of(answer)}. Is this SGLang?")
+        info = parsed(answer, self._http.url + path)
+        if not isinstance(info, dict):
+            raise EngineError(f"{self._http.url}{path}: expected an object, got {str(info)[:200]}. Is this SGLang?")
+        return info
+
+    # -- generating -----------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Completion]:
+        if request.sampling.seed is not None and not self._seeds:
+            raise EngineError(
+                f"{request.id}: seed {request.sampling.seed}, but this server ignores seeds: start it with "
+                "--enable-deterministic-inference, or leave the seed out"
+            )
+        if request.sampling.ignore_eos and request.sampling.stop_token_ids:
+            raise EngineError(
+                f"{request.id}: SGLang looks at no stop token where ignore_eos is set, so "
+                f"{request.sampling.stop_token_ids} would not end it: leave one of the two out"
+            )
+        return await super().submit(request)
+
+    async def _generate(self, flight: Flight) -> list[Completion]:
+        samples = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            for sample in samples:  # one failed: the others' connections close, and SGLang ends them
+                sample.cancel()
+
+    async def _sample(self, flight: Flight, index: int) -> Completion:
+        request = flight.request
+        body = generate_body(request, index, flight.names[index], self._name, self.capabilities.routes)
+        status, answer = await self._http.request("POST", "/generate", body)
+        if status != 200:
+            raise EngineError(f"{request.id}: {self._http.url}/generate answered {status}: {message_of(answer)}")
+        routes = self.capabilities.routes
+        completion = completion_of(answer, request, index, self.spec, flight.version, self._names, routes)
+        return without_prompt_rows(completion, len(request.token_ids)) if self._role == "decode" else completion
+
+    async def _stop(self, flights: Sequence[Flight]) -> None:
+        names = [name for flight in flights for name in flight.names]
+        await asyncio.gather(
+            *(self._http.expect("POST", "/abort_request", {"rid": name}, repeat=True) for name in names)
+        )
+
+    # -- holding and loading --------------------------------------------------------------------
+
+    async def _hold(self) -> None:
+        # Never "retract": after a weight swap the rows of what was retracted are not those that sampled its tokens.
+        await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True)
+
+    async def _go(self) -> None:
+        await self._http.expect("POST", "/continue_generation", {}, repeat=True)
+
+    async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
+        name = str(version) if str(version) not in self._names else f"{version}.{len(self._names)}"
+        kept = any(flight.started for flight in self._flights)
+        body = {"model_path": source, "weight_version": name, "flush_cache": not kept}
+        try:
+            status, raw = await self._http.request("POST", "/update_weights_from_disk", body)
+            answer = parsed(raw, f"{self._http.url}/update_weights_from_disk")
+        except EngineError as error:
+            self._broken = f"no answer while loading {source}, what the server holds is unknown: {error}"
+            raise EngineError(self._broken) from error
+        text = str(answer.get("message", answer)) if isinstance(answer, dict) else str(answer)
+        loaded = status == 200 and isinstance(answer, dict) and answer.get("success") is True
+        if not loaded and NOT_FLUSHED not in text:
+            problem = f"{self._http.url} did not load {source}: {text[:500]}"
+            if not text.startswith(UNTOUCHED):
+                # Its roll-back reads the new folder again, so "rolled back" does not mean the old weights.
+                self._broken = f"{problem}. What it holds now is unknown: load weights anew into a fresh server"
+            raise EngineError(self._broken or problem)
+        if not loaded:
+            await self._flush(source)
+            # The refused flush made SGLang's front end keep the old name.
+            await self._http.expect(
+                "POST", "/update_weight_version", {"new_version": name, "abort_all_requests": False}
+            )
+        self._names[name] = version
+        self._name = name
+
+    async def _flush(self, source: str) -> None:
+        """KV and rows of the old weights must go: SGLang answers that it loaded, but not flushed."""
+        pause, text = FIRST_PAUSE, ""
+        for _ in range(FLUSHES):
+            status, answer = await self._http.request("POST", "/flush_cache", repeat=True)
+            if status == 200:
+                return
+            text = message_of(answer)
+            await asyncio.sleep(pause)
+            pause *= 2
+        self._broken = (
+            f"{self._http.url} loaded {source} but did not flush its cache in {FLUSHES} tries ({text.strip()}): "
+            "requests of other clients hold KV of the old weights. End them, and load into a server of one's own"
+        )
+        raise EngineError(self._broken)
+
+
+def generate_body(request: Request, index: int, name: str, version: str, routes: bool) -> dict[str, Any]:
+    """The JSON of one sample."""
+    sampling = request.sampling
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1,  # said, so that a server's preferred parameters do not bend the distribution
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "no_stop_trim": True,  # the token that ended it was sampled: it has a log-prob, and is the policy's
+        "skip_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed + index
+    return {
+        "rid": name,
+        "input_ids": [int(token) for token in request.token_ids],
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "return_routed_experts": routes,
+        "routed_experts_start_len": request.routes_start if routes else 0,
+        "extra_key": f"router-replay-{version}",
+        "stream": False,
+    }
+
+
+def _spec(model: dict[str, Any], given: RouterSpec | None, url: str) -> RouterSpec:
+    config = pathlib.Path(str(model.get("model_path", ""))) / "config.json"
+    if not config.is_file():
+        if given is None:
+            raise EngineError(
+                f"the model of {url} is {model.get('model_path')!r}, not a folder of this machine, so its routers "
+                "are not known here: pass spec=RouterSpec.from_config(config)"
+            )
+        return given
+    found = RouterSpec.from_config(json.loads(config.read_text()))
+    if given is not None and given != found:
+        raise EngineError(f"the model of {url} is {found}, the spec that was given is {given}")
+    return found

@@ -1,0 +1,195 @@
+"""SGLang's answers, read strictly: `/generate`, and the OpenAI routes with `sglext`.
+
+Which weights sampled a token is in `meta_info.weight_versions`, spans over the sampled tokens:
+
+    [{"version": "3", "start": 0, "end": 41}, {"version": "4", "start": 41, "end": 60}]
+
+A request that was held in place while weights changed keeps its KV and its rows: both spans stand. A request that was
+retracted (`num_retractions`) computed its old tokens anew, and the rows that come back for them are the NEW weights',
+while their log-probs are the old ones'. Such an answer is refused: no later step could tell that it is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from router_replay import wire
+from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.errors import EngineError, RouterReplayError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None
+    prompt_tokens: int | None = None
+    weight_version: str | None = None
+    weight_versions: list[Span] | None = None
+    num_retractions: int | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    routed_experts: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] = []
+
+
+def completion_of(
+    body: bytes, request: Request, index: int, spec: RouterSpec, version: int, names: Mapping[str, int], routes: bool
+) -> Completion:
+    """One sample of `/generate`. `version` is the policy at its start, `names` the policies by the server's names.
+
+    `routes` says whether rows were asked for; where they were not, they are said to be missing.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{request.id}: the answer to /generate was not understood: {error}") from error
+    meta, tokens, prompt = answer.meta_info, len(answer.output_ids), len(request.token_ids)
+    if meta.finish_reason is None or meta.finish_reason.type not in _FINISH:
+        raise EngineError(
+            f"{request.id}: SGLang ended with finish_reason {meta.finish_reason}, not one of {[*_FINISH]}"
+        )
+    finish = _FINISH[meta.finish_reason.type]
+    if meta.prompt_tokens not in (None, prompt):
+        raise EngineError(
+            f"{request.id}: sent {prompt} prompt tokens, SGLang used {meta.prompt_tokens}: it cut the prompt "
+            "(--allow-auto-truncate), and rows would belong to other positions"
+        )
+    versions = _token_versions(meta, tokens, version, names, request.id)
+    start, rows = request.routes_start, prompt + tokens - 1
+    found = Routes.missing(rows - start if tokens else 0, spec)
+    if tokens and meta.routed_experts is not None:
+        found = _rows(meta.routed_experts, spec, request.id)
+        if len(found) == rows - start:
+            # The token at position p was sampled by the pass that computed row p - 1; the prompt by the first pass.
+            of_rows = np.concatenate([np.full(prompt - 1, versions[0]), versions])
+            found = found.with_versions(of_rows[start:])
+    elif tokens and routes and finish != "abort":  # an abort out of the queue comes with tokens and without rows
+        raise EngineError(
+            f"{request.id}: {tokens} tokens came without meta_info.routed_experts: was the server started with "
+            "--enable-return-routed-experts?"
+        )
+    return Completion(
+        request_id=request.id,
+        index=index,
+        token_ids=np.asarray(answer.output_ids, np.int64),
+        logprobs=_logprobs(meta, answer.output_ids, request.id),
+        routes=found,
+        start=start,
+        finish_reason=finish,
+        versions=versions,
+    ).check(prompt)
+
+
+def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start: int = 0) -> Routes:
+    """The rows of a `/v1/completions` or `/v1/chat/completions` answer, asked for with `return_routed_experts`.
+
+    `start` is the `routed_experts_start_len` that was sent. SGLang puts one array beside all choices, the first
+    choice's: an answer of more than one choice is refused.
+    """
+    try:
+        answer = msgspec.json.decode(body) if isinstance(body, bytes) else body
+        choices, extension, usage = answer["choices"], answer.get("sglext"), answer.get("usage") or {}
+        count = len(choices)
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"this is not an OpenAI response of SGLang: {type(error).__name__}: {error}") from error
+    if count != 1:
+        raise EngineError(
+            f"{count} choices, but sglext.routed_experts is one array, the first choice's: the others' rows are not in "
+            "the answer. Send n = 1 per request, or use /generate (SglangEngine), where each sample has its own"
+        )
+    text = extension.get("routed_experts") if isinstance(extension, Mapping) else None
+    if text is None:
+        raise EngineError(
+            "the answer has no sglext.routed_experts: send return_routed_experts: true, to a server that was started "
+            "with --enable-return-routed-experts"
+        )
+    spans = (answer.get("metadata") or {}).get("weight_versions") or []
+    if len(spans) > 1:
+        raise EngineError(
+            f"weights changed during this answer ({[span.get('version') for span in spans]}), and the OpenAI routes do "
+            "not say whether the old tokens were computed anew: use /generate (SglangEngine)"
+        )
+    rows = _rows(text, spec, "sglext")
+    sizes = [size for size in (usage.get("prompt_tokens"), usage.get("completion_tokens")) if isinstance(size, int)]
+    expected = sum(sizes) - 1 - start if len(sizes) == 2 else len(rows)
+    if len(rows) != expected:
+        raise EngineError(
+            f"expected {expected} rows (usage {sizes[0]} + {sizes[1]} - 1 - start {start}), got {len(rows)}"
+        )
+    return rows
+
+
+def _rows(text: str, spec: RouterSpec, place: str) -> Routes:
+    try:
+        return wire.from_sglang(text, spec, allow_zero_layers=spec.top_k == 1)
+    except RouterReplayError as error:
+        raise EngineError(f"{place}: {error}") from error
+
+
+def _logprobs(meta: _Meta, token_ids: Sequence[int], place: str) -> np.ndarray:
+    pairs = meta.output_token_logprobs or []
+    if [token for _, token, _ in pairs] != list(token_ids):
+        raise EngineError(
+            f"{place}: log-probs of {len(pairs)} tokens for {len(token_ids)} sampled ones, or of other tokens: "
+            "nothing of this answer was used"
+        )
+    values = np.asarray([np.nan if value is None else value for value, _, _ in pairs], np.float32)
+    if np.isnan(values).any():
+        raise EngineError(f"{place}: token {int(np.flatnonzero(np.isnan(values))[0])} has no log-prob")
+    return values
+
+
+def _token_versions(meta: _Meta, tokens: int, version: int, names: Mapping[str, int], place: str) -> np.ndarray:
+    if not tokens:
+        return np.zeros(0, np.int64)
+    spans = meta.weight_versions
+    if spans is None:
+        spans = [] if meta.weight_version is None else [Span(meta.weight_version, 0, tokens)]
+    if not spans:
+        raise EngineError(f"{place}: the answer does not say which weights sampled it (meta_info.weight_version)")
+    if spans[0].start != 0 or spans[-1].end != tokens or any(a.end != b.start for a, b in itertools.pairwise(spans)):
+        raise EngineError(f"{place}: weight_versions {_shown(spans)} do not cover the {tokens} sampled tokens")
+    unknown = [span.version for span in spans if span.version not in names]
+    if unknown:
+        raise EngineError(
+            f"{place}: sampled with weights {unknown}, which this engine did not load (it knows {sorted(names)}): "
+            "somebody else updates this server. Load weights through one engine only, by update_weights"
+        )
+    found = [names[span.version] for span in spans]
+    if len(set(found)) > 1 and meta.num_retractions != 0:
+        raise EngineError(
+            f"{place}: weights {_shown(spans)} and {meta.num_retractions} retractions: SGLang computed the old tokens "
+            "anew, so their rows are the new weights' and their log-probs the old ones'. Generate it again; pause by "
+            "this engine (held in place), and give the server enough memory not to retract"
+        )
+    if found[0] != version:
+        raise EngineError(
+            f"{place}: started under policy {version}, its first token was sampled by policy {found[0]}: which of them "
+            "routed the prompt is not known. Generate it again"
+        )
+    return np.repeat(found, [span.end - span.start for span in spans]).astype(np.int64)
+
+
+def _shown(spans: Sequence[Span]) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans]

@@ -1,0 +1,238 @@
+"""What vLLM in process and vLLM over HTTP share: flights, aborts, pauses, and weight swaps with the right versions.
+
+All work happens on one event loop in a thread of its own, so `submit` may be awaited in any loop and the
+blocking calls may come from any thread. A subclass supplies the few calls of `Transport`.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request
+from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
+from router_replay.errors import EngineError, RouterReplayError
+from router_replay.spec import RouterSpec
+
+T = TypeVar("T")
+
+
+class Transport(abc.ABC):
+    """How one reaches a vLLM engine. Called on the client's event loop only."""
+
+    spec: RouterSpec
+    capabilities: Capabilities
+    logprobs_mode: str = "processed_logprobs"
+
+    @abc.abstractmethod
+    async def generate(self, flight: Flight) -> list[Sample]: ...
+
+    @abc.abstractmethod
+    async def abort(self, names: Sequence[str]) -> None: ...
+
+    @abc.abstractmethod
+    async def pause(self, mode: InFlight) -> None: ...
+
+    @abc.abstractmethod
+    async def resume(self) -> None: ...
+
+    @abc.abstractmethod
+    async def call(self, method: str, **arguments: str) -> dict[str, Any]:
+        """A method of the plugin in every worker; the first worker's answer."""
+
+    @abc.abstractmethod
+    async def reset_prefix_cache(self) -> bool: ...
+
+    @abc.abstractmethod
+    async def close(self) -> None: ...
+
+
+class VllmClient(Engine):
+    """The protocol over a Transport. `start` is run on the client's loop and gives the transport, or raises."""
+
+    def __init__(self, start: Coroutine[Any, Any, Transport], version: int = 0) -> None:
+        self.version = version
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="router-replay-vllm", daemon=True)
+        self._thread.start()
+        self._flights: dict[str, Flight] = {}
+        self._paused = False
+        self._broken = ""
+        self._closed = False
+        self._open = asyncio.Event()  # closed while weights change: what starts then would have two versions
+        self._open.set()
+        self._exclusive = asyncio.Lock()
+        try:
+            self._transport = self._wait(start)
+        except BaseException:
+            self._stop_loop()
+            raise
+        self.spec = self._transport.spec
+        self.capabilities = self._transport.capabilities
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Completion]:
+        self._refuse_closed()
+        request.check(self.spec, self.capabilities)
+        self._refuse_temperature(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        wanted = None if request_ids is None else set(request_ids)
+        return self._wait(self._abort(wanted))
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        self._wait(self._pause(in_flight))
+
+    def resume(self) -> None:
+        self._wait(self._resume())
+
+    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
+        self._wait(self._update(str(source), version, in_flight))
+
+    def report(self) -> dict[str, Any]:
+        """What the plugin in the worker says of itself: rules of the routers, rows forced so far."""
+        return self._wait(self._transport.call("router_replay_report"))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._land(), self._loop).result()
+        finally:
+            self._stop_loop()
+
+    # -- on the loop ----------------------------------------------------------------------------
+
+    async def _fly(self, request: Request) -> list[Completion]:
+        await self._open.wait()
+        if self._broken:
+            raise EngineError(self._broken)
+        flight = Flight(request, self.version)
+        self._flights[flight.name] = flight
+        try:
+            samples = sorted(await self._transport.generate(flight), key=lambda sample: sample.index)
+            if [sample.index for sample in samples] != list(range(request.sampling.n)):
+                raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
+            completions = [completion_of(sample, flight, self.spec) for sample in samples]
+        except BaseException as error:
+            failure = error
+            if not isinstance(error, RouterReplayError | asyncio.CancelledError):
+                cause = error.__cause__ or error  # vLLM wraps what went wrong in errors without a text
+                failure = EngineError(f"{request.id}: vLLM failed: {type(cause).__name__}: {cause}")
+            if not flight.done.done():
+                flight.done.set_exception(failure)
+                flight.done.exception()  # looked at: a flight that failed need not be awaited by anybody else
+            raise failure from error
+        else:
+            flight.done.set_result(completions)
+            return completions
+        finally:
+            del self._flights[flight.name]
+
+    async def _abort(self, wanted: set[str] | None) -> list[Completion]:
+        chosen = [flight for flight in self._flights.values() if wanted is None or flight.request.id in wanted]
+        await self._bring_down(chosen)
+        landed = await asyncio.gather(*(flight.done for flight in chosen))
+        return [completion for completions in landed for completion in completions]
+
+    async def _bring_down(self, flights: Sequence[Flight]) -> None:
+        """Abort until all are back: a request may still be on its way to the engine when the first abort arrives."""
+        waiting = list(flights)
+        while waiting:
+            await self._transport.abort([flight.name for flight in waiting])
+            await asyncio.wait([flight.done for flight in waiting], timeout=0.05)
+            waiting = [flight for flight in waiting if not flight.done.done()]
+
+    async def _pause(self, in_flight: InFlight) -> None:
+        async with self._exclusive:
+            await self._settle(in_flight)
+            self._paused = True
+
+    async def _settle(self, in_flight: InFlight) -> None:
+        """Stop the engine with its requests aborted, finished, or frozen."""
+        flights = list(self._flights.values())
+        if in_flight == "wait" and flights:
+            if self._paused:
+                raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
+            await asyncio.wait([flight.done for flight in flights])
+        elif in_flight == "abort":
+            await self._bring_down(flights)
+        await self._transport.pause("keep")
+
+    async def _resume(self) -> None:
+        async with self._exclusive:
+            await self._transport.resume()
+            self._paused = False
+
+    async def _update(self, source: str, version: int, in_flight: InFlight) -> None:
+        found = await self._transport.call("router_replay_find_weights", folder=source)
+        if found["reason"]:
+            raise EngineError(found["reason"])
+        async with self._exclusive:
+            self._open.clear()
+            try:
+                await self._settle(in_flight)
+                await self._swap(source, version, in_flight)
+                if not self._paused:
+                    await self._transport.resume()
+            finally:
+                self._open.set()
+
+    async def _swap(self, source: str, version: int, in_flight: InFlight) -> None:
+        try:
+            answer = await self._transport.call("router_replay_update_weights", folder=source)
+        except Exception as error:
+            self._broken = f"loading the weights of {source} failed, what the engine holds is unknown: {error}"
+            raise EngineError(self._broken) from error
+        computed = progress_of(answer["progress"])
+        for flight in self._flights.values():
+            flight.swap(computed.get(flight.name, {}), version)
+        # Frozen requests hold blocks, and vLLM then resets nothing; the salt of each version keeps the old ones apart.
+        if not await self._transport.reset_prefix_cache() and not (in_flight == "keep" and self._flights):
+            self._broken = "vLLM did not reset its prefix cache after the weight update: KV of the old weights is left"
+            raise EngineError(self._broken)
+        self.version = version
+
+    async def _land(self) -> None:
+        for flight in list(self._flights.values()):
+            flight.done.cancel()
+        await self._transport.close()
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            self._refuse_closed()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed")
+
+    def _refuse_temperature(self, request: Request) -> None:
+        if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):
+            raise EngineError(
+                f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
+                "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
+            )
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        for task in (tasks := asyncio.all_tasks(self._loop)):
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)

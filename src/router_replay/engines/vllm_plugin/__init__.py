@@ -1,0 +1,40 @@
+"""What Router Replay adds to vLLM, by vLLM's own plugin entry point: nothing unless asked for.
+
+vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
+variable ROUTER_REPLAY_VLLM it returns at once. With it, three things are supplied:
+
+    forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
+    request checks     bad rows are refused before they reach the engine; the prefix
+                       cache is salted with the rows                                        frontend.py
+    worker calls       report (is the plugin active, and if not why), progress of each
+                       request, weights from a folder with the CPU repair                   worker.py, weights.py
+
+`ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
+routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
+them, and gives the reason in its report.
+"""
+
+from __future__ import annotations
+
+import os
+
+ENVIRONMENT = "ROUTER_REPLAY_VLLM"
+REQUIRED, OBSERVE = "required", "observe"
+# The key of SamplingParams.extra_args under which the rows of a request travel: base64 of wire.encode's bytes.
+EXTRA_ARGUMENT = "router_replay"
+TESTED = "0.26 to 0.30"
+
+
+def asked_for() -> bool:
+    return os.environ.get(ENVIRONMENT, "") not in ("", "0")
+
+
+def register() -> None:
+    """vLLM's plugin entry point; calling it twice does no harm."""
+    if not asked_for():
+        return
+    # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
+    from router_replay.engines.vllm_plugin import frontend, worker
+
+    frontend.install()
+    worker.install()

@@ -1,0 +1,162 @@
+"""Forced routing: rows that came with a request are the experts the engine uses, whatever its routers prefer.
+
+A buffer of one row per token of a step, -1 where free, is filled before each forward pass and read by
+every router. It is allocated once and before CUDA graphs are captured, so a graph reads this step's rows.
+
+Shapes: T tokens of a step, L routed layers, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from router_replay import wire
+from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT
+from router_replay.engines.vllm_plugin.rules import Rule, find_rule, force
+from router_replay.errors import EngineError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+FREE = -1
+
+
+class ForcedRouting:
+    """The buffer, and the rows of each request that has some. Belongs to one model runner."""
+
+    def __init__(self, runner: Any, spec: RouterSpec) -> None:
+        self._runner = runner
+        self._spec = spec
+        tokens = runner.scheduler_config.max_num_batched_tokens
+        sizes = runner.compilation_config.cudagraph_capture_sizes or [0]
+        shape = (max(tokens, *sizes, 1), *spec.row_shape)
+        self.buffer_TLK = torch.full(shape, FREE, dtype=torch.int32, device=runner.device)
+        pinned = runner.device.type == "cuda"
+        self._staging_TLK = torch.full(shape, FREE, dtype=torch.int32, pin_memory=pinned)
+        self._rows: dict[str, Routes] = {}
+        self._dirty = 0  # rows of the buffer that may hold something else than FREE
+        self.forced_rows = 0  # since start: proof that it happens
+
+    # -- each step ------------------------------------------------------------------------------
+
+    def fill(self, scheduler_output: Any, scheduled: np.ndarray) -> None:
+        """Write this step's forced rows. Costs nothing while no request has any."""
+        for request in scheduler_output.scheduled_new_reqs:
+            routes = routes_of(request.sampling_params, self._spec)
+            if routes is not None:
+                self._rows[request.req_id] = routes
+        if not self._rows:
+            self._clear()
+            return
+        # A finished request leaves the runner's table; a preempted one stays and needs its rows again.
+        self._rows = {name: rows for name, rows in self._rows.items() if name in self._runner.requests}
+        batch = self._runner.input_batch
+        total = int(scheduled.sum())
+        staging = self._staging_TLK[:total].numpy()
+        staging.fill(FREE)
+        written, row = 0, 0
+        for index, (name, count) in enumerate(zip(batch.req_ids, scheduled.tolist(), strict=False)):
+            routes = self._rows.get(name)
+            first = int(batch.num_computed_tokens_cpu[index])
+            if routes is not None and first < len(routes):
+                taken = routes[first : first + count]
+                captured = taken.captured
+                staging[row : row + len(taken)][captured] = taken.ids[captured]
+                written += int(captured.sum())
+            row += count
+        self.forced_rows += written
+        if not written:
+            self._clear()
+            return
+        used = max(total, self._dirty)
+        self._staging_TLK[total:used].fill_(FREE)
+        # As vLLM does for its token ids: execute_model waits for the last copy before inputs are prepared again.
+        self.buffer_TLK[:used].copy_(self._staging_TLK[:used], non_blocking=True)
+        self._dirty = total
+
+    def _clear(self) -> None:
+        if self._dirty:
+            self.buffer_TLK[: self._dirty].fill_(FREE)
+            self._dirty = 0
+
+    # -- installing -----------------------------------------------------------------------------
+
+    def install(self) -> dict[str, int]:
+        """Put this between each router and its answer; returns how many routers follow each rule."""
+        routers = find_routers(self._runner.model, self._spec)
+        model = self._runner.model_config
+        rules: dict[int, Rule] = {}
+        for column, router in enumerate(routers):
+            rules[column] = find_rule(router, model.get_hidden_size(), model.dtype, self._runner.device)
+        for column, router in enumerate(routers):
+            router._compute_routing = self._forcing(router._compute_routing, column, rules[column])
+        return {str(rule): list(rules.values()).count(rule) for rule in rules.values()}
+
+    def _forcing(self, original: Callable[..., Any], column: int, rule: Rule) -> Callable[..., Any]:
+        buffer_TLK = self.buffer_TLK
+        substitute = _compiled(force) if buffer_TLK.is_cuda else force
+
+        def compute_routing(
+            hidden_states: torch.Tensor, router_logits: torch.Tensor, indices_type: Any, **more: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            weights_TK, ids_TK = original(hidden_states, router_logits, indices_type, **more)
+            return substitute(rule, weights_TK, ids_TK, router_logits, buffer_TLK[: len(ids_TK), column])
+
+        return compute_routing
+
+
+def routes_of(sampling_params: Any, spec: RouterSpec) -> Routes | None:
+    """The rows that travel with a request, checked against the model."""
+    text = ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
+    return None if text is None else wire.decode(base64.b64decode(text, validate=True), spec=spec)
+
+
+def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
+    """The model's routers in the order of spec.layers, or the reason why routes cannot be forced."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        router = getattr(module, "router", None)
+        if router is None or not hasattr(module, "layer_id") or not hasattr(router, "select_experts"):
+            continue
+        method = getattr(module, "_quant_method", None)
+        if getattr(method, "is_monolithic", False):
+            raise EngineError(
+                f"{name} uses a monolithic MoE kernel ({type(method).__name__}), which routes inside the kernel where "
+                "no rows can be put in; choose a modular one, such as VLLM_USE_FLASHINFER_MOE_FP16=0 or "
+                "--moe-backend triton"
+            )
+        if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
+            raise EngineError(f"{name} routes by {type(router).__name__}, which forced routing does not support")
+        if router.top_k != spec.top_k or module.layer_id in found:
+            raise EngineError(f"{name}: top_k {router.top_k} of layer {module.layer_id} does not fit {spec}")
+        found[module.layer_id] = router
+    if tuple(sorted(found)) != spec.layers:
+        raise EngineError(f"vLLM's model has routers in layers {sorted(found)}, its config says {list(spec.layers)}")
+    return [found[layer] for layer in spec.layers]
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Combinations in which a row of the buffer would not be the row that a router sees."""
+    parallel = config.parallel_config
+    reasons = {
+        "data parallelism gathers the tokens of all ranks before routing": parallel.data_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "dual batch overlap splits the tokens of a step": bool(getattr(parallel, "enable_dbo", False)),
+        "speculative decoding": config.speculative_config is not None,
+        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": bool(getattr(config, "use_v2_model_runner", False)),
+    }
+    found = [reason for reason, present in reasons.items() if present]
+    if found:
+        raise EngineError(f"forced routing does not work with: {'; '.join(found)}")
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One or two small kernels instead of a dozen: they run in every layer of every step."""
+    return torch.compile(function, dynamic=True)

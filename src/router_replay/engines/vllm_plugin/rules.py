@@ -1,0 +1,124 @@
+"""How a router turns logits into the weights of the experts it chose, found by asking the router.
+
+vLLM has a router class per family and device, each with its kernel. What they do to a chosen expert's
+logit comes from a short list: a score (softmax, sigmoid, square root of softplus), perhaps divided by
+the sum over the chosen, times a constant. Instead of trusting class names, `find_rule` sends random
+logits through the router and takes the rule whose weights are the router's; where none is, forcing is
+refused at start.
+
+Shapes: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Literal
+
+import torch
+
+from router_replay.errors import EngineError
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
+PROBES = 64
+# Largest difference of a weight, relative to the largest: rounding of the dtype that the logits come in.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """weight = score(logit) [/ sum over the chosen] * scale; `float32`: computed there, whatever the logits are."""
+
+    score: Score
+    renormalize: bool
+    scale: float
+    float32: bool
+
+    def weights(self, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        """The weights [T, K] of these experts. Only the chosen are scored: no [T, E] is made where none is needed."""
+        if self.float32:
+            logits_TE = logits_TE.float()
+        chosen_TK = logits_TE.gather(1, ids_TK)
+        if self.score == "softmax" and self.renormalize:
+            weights_TK = torch.softmax(chosen_TK, dim=-1)
+        elif self.score == "softmax":
+            weights_TK = (chosen_TK - torch.logsumexp(logits_TE, dim=-1, keepdim=True)).exp()
+        elif self.score == "sigmoid":
+            weights_TK = chosen_TK.sigmoid()
+        else:
+            weights_TK = torch.nn.functional.softplus(chosen_TK).sqrt()
+        if self.renormalize and self.score != "softmax":
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK * self.scale
+
+
+def force(
+    rule: Rule,
+    weights_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    logits_TE: torch.Tensor,
+    wanted_TK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's answer with `wanted_TK` in place of its choice, where that is not -1.
+
+    No branch depends on data, so the whole can be captured in a CUDA graph. Where the router chose the wanted
+    set by itself, its own answer stays, slot order and last bit included: forcing a run's own rows changes nothing.
+    """
+    wanted_KK = wanted_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
+    replace_T1 = (wanted_TK[:, :1] >= 0) & ~wanted_KK.any(dim=2).all(dim=1, keepdim=True)
+    forced_TK = rule.weights(logits_TE, wanted_TK.clamp(min=0).to(torch.int64))
+    return (
+        torch.where(replace_T1, forced_TK.to(weights_TK.dtype), weights_TK),
+        torch.where(replace_T1, wanted_TK.to(ids_TK.dtype), ids_TK),
+    )
+
+
+def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Rule:
+    """The rule that this router follows, for logits in float32 and in the model's dtype."""
+    errors: dict[Rule, float] = dict.fromkeys(_candidates(router), 0.0)
+    probed = 0
+    for logits_dtype in dict.fromkeys((torch.float32, dtype)):
+        generator = torch.Generator().manual_seed(0)
+        logits_TE = torch.randn(PROBES, router.global_num_experts, generator=generator) * 2
+        logits_TE = logits_TE.to(device, logits_dtype)
+        hidden_TH = torch.zeros(PROBES, hidden_size, dtype=dtype, device=device)
+        try:
+            # The kernels may write into what they are given.
+            weights_TK, ids_TK = router._compute_routing(hidden_TH, logits_TE.clone(), None)
+        except (RuntimeError, TypeError, AssertionError, ValueError) as error:
+            refusal = error  # a kernel that takes one of the two dtypes only
+            continue
+        if ids_TK.shape[1] != router.top_k:
+            raise EngineError(
+                f"{type(router).__name__} gives {ids_TK.shape[1]} experts per token, expected top_k={router.top_k}: "
+                "shared experts that are fused into routing cannot be told from routed ones; switch that fusion off"
+            )
+        probed += 1
+        largest = float(weights_TK.abs().max())
+        for rule in errors:
+            difference = (rule.weights(logits_TE, ids_TK.to(torch.int64)).float() - weights_TK.float()).abs().max()
+            # Compared in units of what is tolerated, so that the two dtypes count alike.
+            errors[rule] = max(errors[rule], float(difference) / largest / TOLERANCE[logits_dtype])
+    if not probed:
+        raise EngineError(f"{type(router).__name__} did not route {PROBES} random tokens: {refusal}") from refusal
+    best = min(errors, key=lambda rule: errors[rule])
+    if not errors[best] <= 1.0:
+        raise EngineError(
+            f"{type(router).__name__} weighs its experts by a rule that forced routing does not know (softmax, sigmoid "
+            f"or sqrt-softplus, renormalised or not, times routed_scaling_factor): the nearest, {best}, is off by "
+            f"{errors[best]:.1f} times the tolerance"
+        )
+    return best
+
+
+def _candidates(router: Any) -> list[Rule]:
+    """What the router says of itself comes first: of rules that fit alike, it wins."""
+    scale = float(getattr(router, "routed_scaling_factor", None) or 1.0)
+    said = (getattr(router, "scoring_func", "softmax"), bool(getattr(router, "renormalize", True)))
+    scales = dict.fromkeys((scale, 1.0))
+    rules = [
+        Rule(score, renormalize, scale, float32)
+        for score, renormalize, scale, float32 in itertools.product(SCORES, (True, False), scales, (True, False))
+    ]
+    return sorted(rules, key=lambda rule: (rule.score, rule.renormalize) != said)

