@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--only", action="append", help="one of the comparisons, by its name; may be repeated")
     chosen = parser.parse_args(arguments)
     client_cost()
     if chosen.client:
@@ -117,17 +118,20 @@ def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
         ]
         batch(off)
         batch(capture_only)
-        ratios = {
-            "capture, not forced": interleaved(lambda: batch(off), lambda: batch(capture_only), chosen.rounds),
-            "off against off": interleaved(lambda: batch(off), lambda: batch(off), chosen.rounds),
-            "capture": interleaved(lambda: batch(off), lambda: batch(ours), chosen.rounds),
-            "forced prefix": interleaved(lambda: batch(ours), lambda: batch(ours, rows), chosen.rounds),
-            "50 turns": interleaved(
+        pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+            "off against off": (lambda: batch(off), lambda: batch(off)),
+            "capture, not forced": (lambda: batch(off), lambda: batch(capture_only)),
+            "capture": (lambda: batch(off), lambda: batch(ours)),
+            "forced prefix": (lambda: batch(ours), lambda: batch(ours, rows)),
+            "50 turns": (
                 lambda: conversation(off, chosen.turns, tokens // 8, False),
                 lambda: conversation(ours, chosen.turns, tokens // 8, True),
-                chosen.rounds,
             ),
         }
+        ratios = {}
+        for name in chosen.only or pairs:
+            ratios[name] = interleaved(*pairs[name], chosen.rounds)
+            print(f"{name}: {ratios[name]:.3f}", flush=True)
         print(f"forced rows so far: {ours.report()['forced_rows']}")
     return ratios
 
