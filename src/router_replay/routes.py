@@ -15,13 +15,13 @@ Shapes: T rows (tokens), L routed layers, K slots (top_k).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from router_replay import kernel
 from router_replay.errors import RoutesError
+from router_replay.row_checks import as_integers, captured_runs, checked_ids, read_only, version_runs
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
@@ -44,16 +44,16 @@ class Routes:
         captured: ArrayLike | None = None,
         versions: ArrayLike | int | None = None,
     ) -> None:
-        ids_TLK = _as_integers(ids, "ids")
+        ids_TLK = as_integers(ids, "ids")
         if ids_TLK.ndim != 3 or ids_TLK.shape[1:] != spec.row_shape:
             raise RoutesError(
                 f"ids must have the shape [rows, {spec.row_shape[0]} layers, {spec.top_k} slots] of its spec, "
                 f"got {list(ids_TLK.shape)}; an engine's array over all decoder layers goes through Routes.from_engine"
             )
         rows = len(ids_TLK)
-        self._captured = _captured_runs(captured, rows)
-        self._versions = _version_runs(versions, rows)
-        self._ids = _checked(ids_TLK, spec, self._captured)
+        self._captured = captured_runs(captured, rows)
+        self._versions = version_runs(versions, rows)
+        self._ids = checked_ids(ids_TLK, spec, self._captured)
         self._spec = spec
 
     # -- making ---------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class Routes:
     def _trusted(cls, ids: np.ndarray, spec: RouterSpec, captured: Runs, versions: Runs | None) -> Routes:
         """Rows that were checked where they entered. `ids` is in the spec's dtype and shape."""
         self = object.__new__(cls)
-        self._ids = _read_only(ids)
+        self._ids = read_only(ids)
         self._spec = spec
         self._captured = captured
         self._versions = versions
@@ -82,7 +82,7 @@ class Routes:
         engine's hook never ran there. With top_k 1 a short capture can really be all expert 0; a
         caller who knows that passes `allow_zero_layers=True`.
         """
-        array_TAK = _as_integers(array, "the engine's array")
+        array_TAK = as_integers(array, "the engine's array")
         width = spec.num_layers
         if len(set(spec.layers)) != len(spec.layers):
             raise RoutesError(
@@ -176,7 +176,7 @@ class Routes:
 
     @property
     def captured(self) -> np.ndarray:
-        return _read_only(self._captured.expand().astype(bool))
+        return read_only(self._captured.expand().astype(bool))
 
     @property
     def captured_runs(self) -> Runs:
@@ -184,7 +184,7 @@ class Routes:
 
     @property
     def versions(self) -> np.ndarray:
-        return _read_only(self.version_runs_or_zero().expand().astype(np.int64))
+        return read_only(self.version_runs_or_zero().expand().astype(np.int64))
 
     @property
     def version_runs(self) -> Runs | None:
@@ -243,7 +243,7 @@ class Routes:
         return Routes._trusted(self._ids.copy(), self._spec, self._captured, self._versions)
 
     def with_versions(self, versions: ArrayLike | int) -> Routes:
-        runs = _version_runs(versions, len(self))
+        runs = version_runs(versions, len(self))
         return Routes._trusted(self._ids, self._spec, self._captured, runs)
 
     # -- comparing ------------------------------------------------------------------------------
@@ -284,75 +284,8 @@ class Routes:
         return Runs.constant(0, len(self)) if self._versions is None else self._versions
 
 
-def _as_integers(array: Any, name: str) -> np.ndarray:
-    array = np.asarray(array)
-    if array.dtype.kind not in "ui":
-        raise RoutesError(f"{name} must hold integers, got dtype {array.dtype}")
-    return array
-
-
-def _captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
-    if captured is None:
-        return Runs.constant(True, rows)
-    mask = np.asarray(captured)
-    if mask.dtype != bool or mask.shape != (rows,):
-        raise RoutesError(f"captured must be {rows} booleans, one per row, got {mask.dtype} {list(mask.shape)}")
-    return Runs.of(mask)
-
-
-def _version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
-    if versions is None:
-        return None
-    array = np.asarray(versions)
-    if array.dtype.kind not in "ui" or array.shape not in ((), (rows,)):
-        raise RoutesError(
-            f"versions must be an integer or {rows} integers, one per row, got {array.dtype} {list(array.shape)}"
-        )
-    if array.size and (array.min() < 0 or array.max() >= 1 << 63):
-        raise RoutesError(f"a policy version must be between 0 and 2**63 - 1, got {array.min()} to {array.max()}")
-    return Runs.constant(int(array), rows) if array.shape == () else Runs.of(array.astype(np.int64))
-
-
-def _checked(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs) -> np.ndarray:
-    """`ids` in the spec's dtype, after the range and duplicate check of every captured row."""
-    for start, end in captured.spans(True):
-        if ids_TLK.dtype != spec.dtype and end > start:  # the cast below must not wrap a value around
-            piece = ids_TLK[start:end]
-            if int(piece.min()) < 0 or int(piece.max()) >= spec.num_experts:
-                _refuse(piece, spec, start)
-    if ids_TLK.dtype == spec.dtype and not captured.spans(False):
-        ids = np.ascontiguousarray(ids_TLK)  # no copy where it is contiguous
-    else:
-        ids = np.zeros(ids_TLK.shape, spec.dtype)
-        for start, end in captured.spans(True):
-            ids[start:end] = ids_TLK[start:end]
-    for start, end in captured.spans(True):
-        if kernel.first_bad_set(ids[start:end].reshape(-1, spec.top_k), spec.num_experts) >= 0:
-            _refuse(ids_TLK[start:end], spec, start)
-    return _read_only(ids)
-
-
-def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
-    """Raise for the first bad set of this piece. Slow and plain: it runs once, on the way out."""
-    for row, layer_sets in enumerate(ids_TLK.tolist()):
-        for column, experts in enumerate(layer_sets):
-            place = f"row {first_row + row}, layer {spec.layers[column]}: experts {experts}"
-            if min(experts) < 0 or max(experts) >= spec.num_experts:
-                hint = "; a missing row is said by captured=, never by a value" if min(experts) < 0 else ""
-                raise RoutesError(f"{place} are not all in [0, {spec.num_experts}){hint}")
-            if len(set(experts)) != len(experts):
-                hint = " (an all-zero row is a row that was never captured)" if not any(experts) else ""
-                raise RoutesError(f"{place} repeat an expert{hint}")
-
-
 def _is_every_layer(spec: RouterSpec, columns: int) -> bool:
     return spec.layers == tuple(range(columns))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _shorten(layers: Sequence[int]) -> str:
