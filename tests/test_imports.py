@@ -15,7 +15,7 @@ ROOT = pathlib.Path(router_replay.__file__).parent
 # A package may import from those before it. Modules beside the packages are the foundation.
 ORDER = ["wire", "stitch", "batch", "replay", "rl"]
 ALLOWED = {name: set(ORDER[:position]) for position, name in enumerate(ORDER)}
-ALLOWED |= {"": set(), "measure": set(), "engines": {"wire", "stitch", "batch", "replay"}}
+ALLOWED |= {"": set(), "measure": set(), "report": set(), "engines": {"wire", "stitch", "batch", "replay"}}
 ALLOWED["replay"] |= {"measure"}
 ALLOWED["rl"] |= {"engines", "measure", "report"}
 ALLOWED["cli"] = {*ORDER, "engines", "measure", "report"}

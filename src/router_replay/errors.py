@@ -39,3 +39,15 @@ class MeasureError(RouterReplayError, ValueError):
 
 class EngineError(RouterReplayError):
     """A rollout engine that cannot do what was asked, or did not answer."""
+
+
+class ConfigError(RouterReplayError, ValueError):
+    """A setting that is unknown, of the wrong kind, or that cannot go with another one."""
+
+
+class TrainError(RouterReplayError):
+    """A training run that cannot go on; what it had is saved where the message says."""
+
+
+class RewardError(TrainError):
+    """An environment or a reward function that raised, or gave something that is not a number."""

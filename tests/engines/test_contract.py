@@ -143,7 +143,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-async def started(engine: Engine, *requests: Request, seconds: float = 0.25) -> list[asyncio.Task[list[Completion]]]:
+async def started(engine: Engine, *requests: Request, seconds: float) -> list[asyncio.Task[list[Completion]]]:
     tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
     await asyncio.sleep(seconds)
     return tasks
@@ -178,9 +178,13 @@ def test_abort_before_the_first_token_gives_an_empty_completion(engine: Engine) 
 
 def test_a_paused_engine_keeps_its_requests(engine: Engine) -> None:
     async def work() -> None:
-        [task] = await started(engine, Request(prompt(), Sampling(60, 0.0, ignore_eos=True)), seconds=0.05)
-        await asyncio.to_thread(engine.pause, "keep")
-        await asyncio.sleep(0.3)
+        for seconds in (0.1, 0.05, 0.02, 0.0):  # a fast machine may be through before the pause arrives
+            [task] = await started(engine, Request(prompt(), LONG), seconds=seconds)
+            await asyncio.to_thread(engine.pause, "keep")
+            if not task.done():
+                break
+            await asyncio.to_thread(engine.resume)
+        await asyncio.sleep(0.5)
         assert not task.done()
         await asyncio.to_thread(engine.resume)
         [completion] = await task
@@ -223,7 +227,7 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
     engine: Engine, checkpoints: Checkpoints, in_flight: Any
 ) -> None:
     async def work() -> None:
-        tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(2)))
+        tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(2)), seconds=0.1)
         update = asyncio.create_task(asyncio.to_thread(engine.update_weights, checkpoints.b, 1, in_flight))
         meanwhile = []
         while not update.done() and len(meanwhile) < 500:  # who comes later must not keep it waiting for ever
@@ -233,7 +237,9 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
         for task in tasks:
             [completion] = await task
             assert completion.finish_reason == ("abort" if in_flight == "abort" else "length")
-            assert set(completion.versions) | set(completion.routes.versions) == {0}
+            assert set(completion.versions) | set(completion.routes.versions) <= {
+                0
+            }  # nothing, if it was aborted at once
         for completion in meanwhile:  # before or after, never both
             assert len(set(completion.versions) | set(completion.routes.versions)) <= 1
         [after] = await engine.submit(Request(prompt(), GREEDY))

@@ -169,6 +169,44 @@ def test_a_seed_decides_the_tokens_of_each_sample(engine: EmbeddedEngine) -> Non
     assert len({tuple(sample.token_ids.tolist()) for sample in samples}) == 3
 
 
+def test_a_batch_is_the_same_to_the_bit_whatever_the_threads_do(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of another size round otherwise: all requests must be in the schedule before the first pass."""
+    post, delays = engine._post, np.random.default_rng(0)
+
+    def late(command: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        time.sleep(delays.uniform(0, 0.01))  # about a pass of this model
+        return post(command)
+
+    def batch() -> list[Completion]:
+        lengths = np.random.default_rng(1).integers(1, 12, 20).tolist()
+        return engine.generate(
+            Request(prompt(seed, tokens), Sampling(4 + seed, seed=seed, ignore_eos=True))
+            for seed, tokens in enumerate(lengths)
+        )
+
+    monkeypatch.setattr(engine, "_post", late)
+    first = batch()
+    assert [len(completion.token_ids) for completion in first] == list(range(4, 24))
+    for _ in range(4):
+        for before, now in zip(first, batch(), strict=True):
+            assert np.array_equal(before.token_ids, now.token_ids)
+            assert np.array_equal(before.logprobs, now.logprobs)
+            assert np.array_equal(before.routes.ids, now.routes.ids)
+
+
+def test_a_bad_request_is_refused_before_any_of_its_batch_joins(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = Request((VOCABULARY,), GREEDY)
+    posted: list[object] = []
+    monkeypatch.setattr(engine, "_post", posted.append)
+    with pytest.raises(EngineError, match=rf"{bad.id}: token ids must lie in"):
+        engine.generate([Request(prompt(), GREEDY), bad])
+    assert not posted
+
+
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     draws = 2000
     logits = torch.tensor([0.5, 0.2, 0.05, 0.25]).log().expand(draws, 4) * 2  # temperature 2 gives the logs back

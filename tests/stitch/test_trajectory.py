@@ -215,3 +215,12 @@ def test_any_sequence_of_turns_gives_the_rows_of_first_capture(turns: list) -> N
             ids, routed_by = first_seen[row]
             assert np.array_equal(routes.ids[row], ids)
             assert routes.versions[row] == routed_by
+
+
+def test_start_for_a_prompt_leaves_out_what_is_known_of_it() -> None:
+    trajectory = Trajectory(SPEC)
+    assert trajectory.start_for([5, 6]) == 0
+    trajectory.append(*Engine().respond([5, 6, 7], [8, 9]))
+    assert trajectory.start_for([5, 6, 7, 8, 9, 1]) == 4  # extends: all but the boundary row
+    assert trajectory.start_for([5, 6, 3, 3, 3, 3]) == 2  # history was rewritten at position 2
+    assert trajectory.start_for([5, 6, 7]) == 2  # the last prompt row is always returned

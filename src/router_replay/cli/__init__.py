@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from router_replay import __version__
+from router_replay.cli import demo, make_model, report, train
 from router_replay.errors import RouterReplayError
+
+EXTRAS = ("torch", "transformers", "pydantic", "rich")  # what a bare installation may lack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="vLLM's own OpenAI server, with capture and forced routing on")
     serve.add_argument("model", help="a Hugging Face folder")
     serve.set_defaults(run=_serve)
+    make_model.add(commands)
+    train.add(commands)
+    demo.add(commands)
+    report.add(commands)
     chosen, rest = parser.parse_known_args(arguments)
     if rest and chosen.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -31,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen.run(chosen)
     except (RouterReplayError, OSError) as error:
         print(f"router-replay {chosen.command}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        print(f'router-replay {chosen.command} needs {error.name}: pip install "router-replay[train]"', file=sys.stderr)
         return 1
 
 

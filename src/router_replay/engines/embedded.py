@@ -95,10 +95,29 @@ class EmbeddedEngine(Engine):
             await asyncio.wrap_future(joined)
             return await asyncio.wrap_future(flight.future)
         except asyncio.CancelledError:
-            flight.future.cancel()
-            with self._wake:
-                self._wake.notify()
+            self._give_up([flight])
             raise
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """All samples of all requests, in their order.
+
+        The requests join together, so which of them share a pass, and with it every bit of the result, depends on
+        them alone and not on the timing of threads. A bad one is refused before any joins.
+        """
+        requests = list(requests)
+        for request in requests:
+            self._refuse(request)
+        flights = [Flight(request, self._end_of_sequence, self._max_length) for request in requests]
+        joined = self._post(lambda: self._schedule.join(*flights))
+        try:
+            joined.result()
+            futures = [flight.future for flight in flights]
+            for future in concurrent.futures.wait(futures, return_when="FIRST_EXCEPTION").done:
+                future.result()
+        except BaseException:
+            self._give_up(flights)
+            raise
+        return [completion for future in futures for completion in future.result()]
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
         wanted = None if request_ids is None else list(request_ids)
@@ -142,6 +161,13 @@ class EmbeddedEngine(Engine):
         lowest, highest = min(request.token_ids), max(request.token_ids)
         if lowest < 0 or highest >= self._vocabulary:
             raise EngineError(f"{request.id}: token ids must lie in [0, {self._vocabulary}), got {lowest} to {highest}")
+
+    def _give_up(self, flights: Sequence[Flight]) -> None:
+        """Nobody waits for these any more: free their places."""
+        for flight in flights:
+            flight.future.cancel()
+        with self._wake:
+            self._wake.notify()
 
     def _post(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()

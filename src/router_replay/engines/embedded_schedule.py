@@ -52,11 +52,12 @@ class Schedule:
         self._waiting: list[Sample] = []
         self._remembered: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
 
-    def join(self, flight: Flight) -> None:
+    def join(self, *flights: Flight) -> None:
         if self.broken:
             raise EngineError(self.broken)
-        self._flights[flight] = None
-        self._waiting += flight.samples
+        for flight in flights:
+            self._flights[flight] = None
+            self._waiting += flight.samples
 
     def abort(self, wanted: Sequence[str] | None) -> list[Completion]:
         """Land these requests as they are, or all."""

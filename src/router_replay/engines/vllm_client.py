@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request
 from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
+from router_replay.engines.vllm_weights import SharedWeights
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -39,9 +41,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def resume(self) -> None: ...
 
-    @abc.abstractmethod
     async def call(self, method: str, **arguments: str) -> dict[str, Any]:
         """A method of the plugin in every worker; the first worker's answer."""
+        [first, *_] = await self.call_all(method, **arguments)
+        return first
+
+    @abc.abstractmethod
+    async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
+        """The same; the answers of all workers."""
 
     @abc.abstractmethod
     async def reset_prefix_cache(self) -> bool: ...
@@ -91,8 +98,13 @@ class VllmClient(Engine):
     def resume(self) -> None:
         self._wait(self._resume())
 
-    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
-        self._wait(self._update(str(source), version, in_flight))
+    def update_weights(self, source: str | SharedWeights, version: int, in_flight: InFlight = "abort") -> None:
+        """Load a folder, a safetensors file or memory that `vllm_weights.share` filled, in place.
+
+        Weights that do not fit are refused before a request is touched.
+        """
+        info = source.info() if isinstance(source, SharedWeights) else {"path": str(source)}
+        self._wait(self._update(json.dumps(info), version, in_flight))
 
     def report(self) -> dict[str, Any]:
         """What the plugin in the worker says of itself: rules of the routers, rows forced so far."""
@@ -171,9 +183,9 @@ class VllmClient(Engine):
             self._paused = False
 
     async def _update(self, source: str, version: int, in_flight: InFlight) -> None:
-        found = await self._transport.call("router_replay_find_weights", folder=source)
-        if found["reason"]:
-            raise EngineError(found["reason"])
+        for found in await self._transport.call_all("router_replay_find_weights", source=source):
+            if found["reason"]:
+                raise EngineError(found["reason"])
         async with self._exclusive:
             self._open.clear()
             try:
@@ -186,9 +198,9 @@ class VllmClient(Engine):
 
     async def _swap(self, source: str, version: int, in_flight: InFlight) -> None:
         try:
-            answer = await self._transport.call("router_replay_update_weights", folder=source)
+            answer = await self._transport.call("router_replay_update_weights", source=source)
         except Exception as error:
-            self._broken = f"loading the weights of {source} failed, what the engine holds is unknown: {error}"
+            self._broken = f"loading the weights of {source[:200]} failed, what the engine holds is unknown: {error}"
             raise EngineError(self._broken) from error
         computed = progress_of(answer["progress"])
         for flight in self._flights.values():

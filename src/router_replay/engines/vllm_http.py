@@ -171,10 +171,10 @@ class _OverHttp(Transport):
         self._refuse_bare()
         await self._http.expect("POST", "/resume")
 
-    async def call(self, method: str, **arguments: str) -> dict[str, Any]:
+    async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
         self._refuse_bare()
         answer = await self._http.expect("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
-        return answer["results"][0]
+        return list(answer["results"])
 
     async def reset_prefix_cache(self) -> bool:
         answer = await self._http.expect("POST", "/reset_prefix_cache")

@@ -151,9 +151,8 @@ class _InProcess(Transport):
     async def resume(self) -> None:
         await self._engine.resume_generation()
 
-    async def call(self, method: str, **arguments: str) -> dict[str, Any]:
-        [first, *_] = await self._engine.collective_rpc(method, kwargs=arguments)
-        return first
+    async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
+        return list(await self._engine.collective_rpc(method, kwargs=arguments))
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._engine.reset_prefix_cache())

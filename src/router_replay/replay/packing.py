@@ -53,16 +53,19 @@ def family_of(model: Any) -> str:
     return module.partition(".models.")[2].partition(".")[0]
 
 
+def why_not_packed(model: Any) -> str:
+    """Why this model must be given one sequence at a time; empty where it may get several."""
+    odd_kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ATTENTION_KINDS)
+    return NOT_PACKED.get(family_of(model), f"layers of kind {', '.join(odd_kinds)}" if odd_kinds else "")
+
+
 def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
     """`input_ids`, `position_ids` and, where the family needs one, a mask; ReplayError where it would be wrong."""
     arguments: dict[str, Any] = {"input_ids": token_ids_1T, "position_ids": position_ids_1T}
     if int((position_ids_1T == 0).sum()) <= 1:
         return arguments
-    family = family_of(model)
-    config = model.config.get_text_config()
-    odd_kinds = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS)
-    if family in NOT_PACKED or odd_kinds:
-        reason = NOT_PACKED.get(family, f"layers of kind {', '.join(odd_kinds)}")
+    family, reason = family_of(model), why_not_packed(model)
+    if reason:
         raise ReplayError(
             f"{family} does not keep packed sequences apart ({reason}): give it one sequence at a time, "
             "pack([sample], max_tokens)"

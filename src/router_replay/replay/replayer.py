@@ -92,6 +92,11 @@ class RouterReplay:
         return self._spec
 
     @property
+    def router_names(self) -> frozenset[str]:
+        """The modules that choose experts, by their names in the model."""
+        return frozenset(router.name for router in self._found.routers)
+
+    @property
     def stats(self) -> Stats:
         """Rows replayed and live so far. Waits for the device once."""
         return self._counters.read()

@@ -14,7 +14,7 @@ class Stats:
 
     A pass in which a router did not use its column raises, so every layer replays the same number of rows.
     `agreement` is the share of replayed rows whose set of experts is what the live router would have chosen;
-    None unless it was asked for.
+    None unless it was asked for. `rows_compared` is what it is a share of.
     """
 
     layers: tuple[int, ...]
@@ -22,6 +22,24 @@ class Stats:
     rows_replayed: tuple[int, ...]
     rows_live: tuple[int, ...]
     agreement: tuple[float, ...] | None
+    rows_compared: int = 0
+
+    def since(self, before: Stats) -> Stats:
+        """What was added after `before` was read: the figures of one training step."""
+        compared = self.rows_compared - before.rows_compared
+        agreement = None
+        if compared and self.agreement is not None:
+            old = before.agreement or (0.0,) * len(self.layers)
+            pairs = zip(self.agreement, old, strict=True)
+            agreement = tuple((new * self.rows_compared - was * before.rows_compared) / compared for new, was in pairs)
+        return Stats(
+            self.layers,
+            self.passes - before.passes,
+            tuple(new - was for new, was in zip(self.rows_replayed, before.rows_replayed, strict=True)),
+            tuple(new - was for new, was in zip(self.rows_live, before.rows_live, strict=True)),
+            agreement,
+            compared,
+        )
 
 
 class Counters:
@@ -47,7 +65,7 @@ class Counters:
         agreement = None
         if agree_L is not None and compared:
             agreement = tuple(count / compared for count in agree_L.tolist())
-        return Stats(self.layers, passes, (replayed,) * width, (live,) * width, agreement)
+        return Stats(self.layers, passes, (replayed,) * width, (live,) * width, agreement, compared)
 
 
 def _add(sums: list[Any], agree_L: Any, plan: Plan) -> tuple[list[Any], Any]:

@@ -14,7 +14,6 @@ Shapes: H heads, T tokens of the whole bin, P ranks, D head size.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -27,13 +26,16 @@ from router_replay.errors import ReplayError
 NAME = "router_replay_ulysses"
 
 
-@dataclasses.dataclass
 class _Call:
-    """One forward pass: the group, where the sequences lie, and how often attention was asked."""
+    """One forward pass: the group, where the sequences lie, and how often attention was asked.
 
-    group: Any
-    boundaries: list[int]
-    attention_calls: int = 0
+    No dataclass: FSDP2 copies the dataclasses among a forward's arguments, and the count would be the copy's.
+    """
+
+    def __init__(self, group: Any, boundaries: list[int]) -> None:
+        self.group = group
+        self.boundaries = boundaries
+        self.attention_calls = 0
 
 
 class Ulysses:

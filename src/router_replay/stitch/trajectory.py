@@ -102,6 +102,14 @@ class Trajectory:
         """How many rows the engine may leave out of its next response: all before the first unknown one."""
         return self._rows.first_missing
 
+    def start_for(self, prompt_ids: ArrayLike) -> int:
+        """How many rows a response to this prompt may leave out: those known of the tokens that it repeats.
+
+        The row of the last prompt token is always asked for: engines return it in any case.
+        """
+        prompt = _token_array(prompt_ids, "prompt_ids")
+        return max(0, min(self.next_start, self._common_prefix(prompt), len(prompt) - 1))
+
     def __len__(self) -> int:
         return len(self._tokens)
 

@@ -1,13 +1,14 @@
 """What Router Replay adds to vLLM, by vLLM's own plugin entry point: nothing unless asked for.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
-variable ROUTER_REPLAY_VLLM it returns at once. With it, three things are supplied:
+variable ROUTER_REPLAY_VLLM it returns at once. With it, four things are supplied:
 
     forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
                        cache is salted with the rows                                        frontend.py
     worker calls       report (is the plugin active, and if not why), progress of each
-                       request, weights from a folder with the CPU repair                   worker.py, weights.py
+                       request, weights with the CPU repair                                worker.py, weights.py
+    weight transfer    the backend "router_replay" of vLLM's own calls for new weights     transfer.py
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
 routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
@@ -23,6 +24,8 @@ REQUIRED, OBSERVE = "required", "observe"
 # The key of SamplingParams.extra_args under which the rows of a request travel: base64 of wire.encode's bytes.
 EXTRA_ARGUMENT = "router_replay"
 TESTED = "0.26 to 0.30"
+# Of --weight-transfer-config.
+BACKEND = "router_replay"
 
 
 def asked_for() -> bool:
@@ -34,7 +37,8 @@ def register() -> None:
     if not asked_for():
         return
     # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
-    from router_replay.engines.vllm_plugin import frontend, worker
+    from router_replay.engines.vllm_plugin import delivery, frontend, worker
 
     frontend.install()
     worker.install()
+    delivery.install()

@@ -1,7 +1,7 @@
 """What runs inside a vLLM worker: forced routing on its model, and the calls an engine of ours makes.
 
-vLLM gives a plugin no object to hang state on, so `Worker.load_model` is wrapped on the class and four
-methods are added to it; all state lives on the worker's own attribute `router_replay`.
+vLLM gives a plugin no object to hang state on, so two methods of `Worker` are wrapped on the class and four are
+added to it; all state lives on the worker's own attribute `router_replay`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from router_replay import __version__
-from router_replay.engines.vllm_plugin import ENVIRONMENT, OBSERVE, REQUIRED
+from router_replay.engines.vllm_plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, delivery
 from router_replay.engines.vllm_plugin.forcing import ForcedRouting, refuse_unsupported
-from router_replay.engines.vllm_plugin.weights import update_from_folder, why_not_loadable
+from router_replay.engines.vllm_plugin.weights import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -24,9 +24,11 @@ KEPT = 4096  # finished requests whose progress is remembered
 
 
 class WorkerState:
-    """What the plugin knows of one worker: its forcing, or why there is none, and how far each request is."""
+    """What the plugin knows of one worker: its forcing, or why there is none, how far each request is, its weights."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, worker: Any) -> None:
+        runner = worker.model_runner
+        self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
         self.rules: dict[str, int] = {}
         self.reason = ""
@@ -50,6 +52,7 @@ class WorkerState:
     def _watching(self, original: Any) -> Any:
         @functools.wraps(original)
         def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray, *rest: Any, **more: Any) -> Any:
+            self.weights.refuse_broken()
             self._note_progress(num_scheduled_tokens)
             if self.forcing is not None:
                 self.forcing.fill(scheduler_output, num_scheduled_tokens)
@@ -86,14 +89,21 @@ def report(worker: Any) -> dict[str, Any]:
         "forced_rows": state.forcing.forced_rows if state.forcing is not None else 0,
         "weight_updates": state.updates,
         "captures": bool(config.enable_return_routed_experts),
+        "delivery": delivery.state(worker.vllm_config),
         "logprobs_mode": str(config.logprobs_mode),
         "config": json.dumps(config.hf_config.to_dict(), default=str),
         "generation_config": json.dumps(config.try_get_generation_config(), default=str),
     }
 
 
-def find_weights(_: Any, folder: str) -> dict[str, str]:
-    return {"reason": why_not_loadable(folder)}
+def find_weights(worker: Any, source: str) -> dict[str, str]:
+    """Asked before anything is paused or aborted: a mistyped path must not cost a batch. Empty where all is well."""
+    state: WorkerState = worker.router_replay
+    try:
+        state.weights.open(json.loads(source))
+    except RouterReplayError as error:
+        return {"reason": str(error)}
+    return {"reason": ""}
 
 
 def progress(worker: Any) -> dict[str, int]:
@@ -101,30 +111,48 @@ def progress(worker: Any) -> dict[str, int]:
     return state.progress()
 
 
-def update_weights(worker: Any, folder: str) -> dict[str, Any]:
+def update_weights(worker: Any, source: str) -> dict[str, Any]:
     """Swap the weights in place, and say how far each request in flight had come with the old ones."""
     state: WorkerState = worker.router_replay
     done = state.progress()
-    result = update_from_folder(worker, folder)
+    result = state.weights.load(state.weights.open(json.loads(source)))
     state.updates += 1
     return {**result, "progress": done}
 
 
 def install() -> None:
-    """Wrap Worker.load_model once per process."""
+    """Wrap and add methods of Worker, and name our weight-transfer backend, once per process."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
     if hasattr(Worker, "router_replay_report"):
         return
-    original = Worker.load_model
+    original_load, original_start = Worker.load_model, Worker.start_weight_update
 
-    @functools.wraps(original)
+    @functools.wraps(original_load)
     def load_model(self: Any, *arguments: Any, **more: Any) -> None:
-        original(self, *arguments, **more)
-        self.router_replay = WorkerState(self.model_runner)
+        original_load(self, *arguments, **more)
+        self.router_replay = WorkerState(self)
+        if _takes_ours(self):
+            self.weight_transfer_engine.loader = self.router_replay.weights
+
+    @functools.wraps(original_start)
+    def start_weight_update(self: Any, *arguments: Any, **more: Any) -> None:
+        # Ours touches nothing before the finish, so an update that failed in another worker need not bar a new one.
+        if _takes_ours(self):
+            self._weight_update_active = False
+        original_start(self, *arguments, **more)
 
     Worker.load_model = load_model
+    Worker.start_weight_update = start_weight_update
     Worker.router_replay_report = report
     Worker.router_replay_progress = progress
     Worker.router_replay_find_weights = find_weights
     Worker.router_replay_update_weights = update_weights
+    package = "router_replay.engines.vllm_plugin"
+    WeightTransferEngineFactory.register_engine(BACKEND, f"{package}.transfer", "RouterReplayTransfer")
+
+
+def _takes_ours(worker: Any) -> bool:
+    config = worker.vllm_config.weight_transfer_config
+    return config is not None and config.backend == BACKEND

@@ -1,0 +1,24 @@
+"""router-replay demo: replay off against R3 on the tiny model with a real vLLM engine."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="replay off against R3 on a tiny model with a real vLLM engine")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo"), help="a folder for runs and page")
+    parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
+    parser.add_argument("--fp8", action="store_true", help="the engine runs on weights rounded to FP8 blocks")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    from router_replay.report import as_text
+    from router_replay.rl.demo import run_demo
+
+    rows, notes = run_demo(chosen.out, chosen.steps, chosen.fp8)
+    print("", as_text(rows), "", *notes, "", f"The curves: {chosen.out / 'report.html'}", sep="\n")
+    return 0

@@ -1,0 +1,48 @@
+"""router-replay make-model: the tiny Qwen3-MoE of the demo, or a larger one of the same recipe for a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Register the command with argparse's subparsers."""
+    parser = commands.add_parser("make-model", help="make a small Qwen3-MoE with a warm start on additions")
+    parser.add_argument("--size", choices=("tiny", "gpu"), default="tiny", help="tiny: 11 MB; gpu: 0.9 GB")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="default: models/SIZE")
+    parser.add_argument("--steps", type=int, metavar="N", help="the most; it stops when it is right often enough")
+    parser.add_argument("--digits", type=int, metavar="N", help="of the operands")
+    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU where there is one")
+    parser.set_defaults(run=_run)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    from router_replay.rl.tiny_model import read_stamp
+    from router_replay.rl.warm_start import make_model
+    from router_replay.rl.warm_start_display import shown
+
+    folder = chosen.out or pathlib.Path("models") / chosen.size
+    try:
+        with shown(f"making {folder.name}") as progress:
+            make_model(
+                folder,
+                chosen.size,
+                steps=chosen.steps,
+                digits=chosen.digits,
+                seed=chosen.seed,
+                device=chosen.device,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last saved state", file=sys.stderr)
+        return 130
+    stamp = read_stamp(folder) or {}
+    print(
+        f"{folder}: {stamp['steps_done']} steps; at temperature 1, {stamp['additions_right']:.0%} of additions and "
+        f"{stamp['calculations_right']:.0%} of calculator episodes right"
+    )
+    return 0

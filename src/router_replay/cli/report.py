@@ -1,0 +1,38 @@
+"""`router-replay report`: runs side by side, as a table here and as a page on disk."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from router_replay.report import Run
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser("report", help="compare training runs: a table here, curves on a page")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, or NAME=FOLDER")
+    report.add_argument("--out", type=pathlib.Path, default=pathlib.Path("report.html"), help="the page's file")
+    report.add_argument("--title", default="Router Replay: runs compared", help="the page's heading")
+    report.set_defaults(run=_report)
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from router_replay.report import as_text, comparison, write_report
+
+    runs = [_run(text) for text in chosen.runs]
+    write_report(runs, chosen.out, chosen.title)
+    print(as_text(comparison(runs)))
+    print(f"\npage: {chosen.out}  numbers: {chosen.out.with_suffix('.json')}")
+    return 0
+
+
+def _run(text: str) -> Run:
+    from router_replay.report import Run
+
+    name, equals, folder = text.partition("=")
+    if equals and not pathlib.Path(text).exists():
+        return Run(name, pathlib.Path(folder))
+    path = pathlib.Path(text)
+    return Run(path.resolve().name, path)

@@ -1,0 +1,35 @@
+"""router-replay train: a run by its config."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("train", help="train a policy: GRPO on an MoE model with replay off, R2 or R3")
+    parser.add_argument("config", nargs="?", type=pathlib.Path, help="a TOML file; docs/training.md has every setting")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting; repeatable")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved config, and end")
+    parser.set_defaults(run=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    from router_replay.rl.config import load_config, to_toml
+    from router_replay.rl.config_checks import check_config
+
+    config = load_config(chosen.config, chosen.set)
+    if chosen.dry_run:
+        from router_replay.rl.ranks import world_size
+
+        for warning in check_config(config, world_size()):
+            print(f"# note: {warning}")
+        print(to_toml(config), end="")
+        return 0
+    from router_replay.rl.sync_loop import train
+
+    progress = train(config, resume=chosen.resume)
+    print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints")
+    return 0

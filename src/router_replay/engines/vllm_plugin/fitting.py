@@ -1,0 +1,157 @@
+"""Do these weights fit the running model? Asked of vLLM's own loaders, without touching a weight.
+
+vLLM fuses the tensors of a checkpoint (q, k and v; all experts of a layer) and skips what it does not need, so only
+its loaders know which names and shapes a model takes. Here they run on stand-ins without storage, and count how
+many elements of each parameter were given. The checkpoint that the engine started from says how many there must
+be: a missing expert is a shortfall, a multi-token head that the trainer does not have is none.
+
+vLLM's own reload fills such a shortfall with uninitialised memory and says nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from router_replay.engines.vllm_plugin.sources import Index, Weights
+from router_replay.errors import EngineError
+
+SHOWN = 5
+
+
+class Fitting:
+    """What the model of one worker takes. `start` is the checkpoint that it was loaded from, None where unknown.
+
+    Without it, the first weights that come are taken as whole, and are the measure for those after.
+    """
+
+    def __init__(self, model: Any, start: Callable[[], Weights | None]) -> None:
+        self._model = model
+        self._start = start
+        self._looked = False
+        self._index: Index = {}
+        self._taken: Mapping[str, int] = {}
+        self._fitting: set[int] = set()  # hashes of indices: a trainer sends the same one at every step
+
+    def check(self, weights: Weights) -> None:
+        """Raise EngineError unless these weights are all that the model needs."""
+        key = hash(frozenset(weights.index.items()))
+        if key in self._fitting:
+            return
+        if not self._looked:
+            start = self._start()
+            if start is not None:
+                self._index, self._taken = start.index, taken_of(self._model, start)
+            self._looked = True
+        self._compare(weights)
+        taken = taken_of(self._model, weights)
+        short = [name for name, elements in self._taken.items() if taken.get(name, 0) < elements]
+        if short:
+            missing = sorted(self._index.keys() - weights.index.keys())
+            raise EngineError(
+                f"{weights.where}: weights are missing: vLLM's {_shorten(short)} would not be filled"
+                + (f"; not there are {_shorten(missing)}" if missing else "")
+            )
+        if not self._taken:
+            self._index, self._taken = weights.index, taken
+        self._fitting.add(key)
+
+    def _compare(self, weights: Weights) -> None:
+        for name in weights.index.keys() & self._index.keys():
+            (dtype, shape), (usual, wanted) = weights.index[name], self._index[name]
+            if shape != wanted:
+                raise EngineError(f"{weights.where}: {name} has shape {list(shape)}, expected {list(wanted)}")
+            if dtype != usual and not (_is_plain(dtype) and _is_plain(usual)):
+                raise EngineError(f"{weights.where}: {name} is {dtype}, expected {usual}")
+
+
+def taken_of(model: Any, weights: Weights) -> dict[str, int]:
+    """How many elements of each parameter these weights would fill."""
+    taken: collections.Counter[str] = collections.Counter()
+    current = ""
+
+    def noting() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal current
+        for current, tensor in weights:  # noqa: UP028  the name is noted on the way
+            yield current, tensor
+
+    try:
+        with torch.no_grad(), _stand_ins(model, taken):
+            model.load_weights(noting())
+    except Exception as error:
+        shape = list(weights.index[current][1]) if current else []
+        raise EngineError(
+            f"{weights.where}: vLLM's {type(model).__name__} does not take {current} {shape}: "
+            f"{type(error).__name__}: {error}. Names and shapes must be those that save_pretrained writes"
+        ) from error
+    return dict(taken)
+
+
+@contextlib.contextmanager
+def _stand_ins(model: Any, taken: collections.Counter[str]) -> Iterator[None]:
+    """The model as its checkpoint has it, without storage, its loaders counting; then all as it was.
+
+    Nothing runs the model meanwhile: a worker does one thing at a time.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+    kept = [
+        (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
+        for layer in model.modules()
+    ]
+    loaders: list[tuple[torch.Tensor, Callable[..., Any] | None]] = []
+    try:
+        for path, layer in model.named_modules():
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+                loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+                tensor.weight_loader = _counting(tensor, f"{path}.{name}", taken)
+        yield
+    finally:
+        for tensor, loader in reversed(loaders):
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
+        for layer, parameters, buffers, passing in kept:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+            layer._buffers.clear()
+            layer._buffers.update(buffers)
+            layer._non_persistent_buffers_set = passing
+
+
+def _counting(tensor: torch.Tensor, name: str, taken: collections.Counter[str]) -> Callable[..., Any]:
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+    from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
+
+    loader = _get_original_loader(tensor)  # an earlier reload leaves its own around it, which would load nothing
+    signature = inspect.signature(loader)
+    # Some tensors, such as the selection bias of a router, are never taken off the device: these are live.
+    stand_in = tensor if tensor.is_meta else to_meta_tensor(tensor)
+
+    def count(*arguments: Any, **more: Any) -> Any:
+        bound = signature.bind(*arguments, **more)
+        bound.apply_defaults()
+        bound.arguments["param"] = stand_in
+        elements, answer = get_numel_loaded(loader, bound)
+        taken[name] += elements
+        return answer
+
+    return count
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Master weights may be wider than the engine's: vLLM rounds them as `Tensor.to` does."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _shorten(names: list[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return f"{shown}, ... {len(names)} in all" if len(names) > SHOWN else shown

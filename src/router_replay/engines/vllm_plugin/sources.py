@@ -1,0 +1,152 @@
+"""Where new weights come from, as a vLLM worker sees it: safetensors on a disk, or memory shared with the trainer.
+
+    {"path": "/checkpoints/12"}                         a Hugging Face folder, or one .safetensors file
+    {"shared": {"name": "router-replay-1f2e",           a file of /dev/shm, with an index of what lies in it
+                "tensors": {"lm_head.weight": {"dtype": "bfloat16", "shape": [64, 8], "offset": 0}, ...}}}
+
+Names are those of a checkpoint, as save_pretrained writes them. Opening a source reads its index only, and refuses
+what cannot be; the tensors are maps of the file, so nothing is copied before vLLM's loaders take it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from router_replay.errors import EngineError
+
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+Index: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+# By the name in the index of shared memory, and by that in a safetensors file.
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int64": torch.int64,
+    "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+_IN_FILES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The tensors of a source by name: what each is, and a function that gives it."""
+
+    where: str
+    index: Index
+    read: Callable[[str], torch.Tensor]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.read(name)) for name in self.index)
+
+
+def open_source(source: Mapping[str, Any]) -> Weights:
+    """The weights of a source, or EngineError that says what is wrong with it."""
+    kind = set(source) if isinstance(source, Mapping) else set()
+    if kind == {"path"} and isinstance(source["path"], str):
+        return _open_path(pathlib.Path(source["path"]))
+    if kind == {"shared"} and isinstance(source["shared"], Mapping):
+        return _open_shared(source["shared"])
+    raise EngineError(f'weights come from {{"path": ...}} or {{"shared": {{...}}}}, got {str(source)[:100]}')
+
+
+# -- safetensors --------------------------------------------------------------------------------------
+
+
+def _open_path(path: pathlib.Path) -> Weights:
+    files = [path] if path.is_file() else files_of(path)
+    if not files:
+        raise EngineError(
+            f"no .safetensors file in {path}, as the vLLM worker sees it: expected a folder that save_pretrained "
+            "wrote, or one such file"
+        )
+    index: Index = {}
+    holder: dict[str, Any] = {}
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"{file} is not a whole safetensors file: {error}") from error
+        for name in opened.keys():  # noqa: SIM118  not a mapping
+            if name in holder:
+                raise EngineError(f"{name} lies in two files of {path}, and no index says which is meant")
+            part = opened.get_slice(name)
+            if part.get_dtype() not in _IN_FILES:
+                raise EngineError(f"{name} in {file} is of type {part.get_dtype()}, which is not known here")
+            index[name] = DTYPES[_IN_FILES[part.get_dtype()]], tuple(part.get_shape())
+            holder[name] = opened
+    return Weights(str(path), index, lambda name: holder[name].get_tensor(name))
+
+
+def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files that an index names; some folders hold the same tensors a second time in another layout."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise EngineError(f"{index} is not the index of a checkpoint: {error!r}") from error
+    return [folder / name for name in names]
+
+
+# -- shared memory ------------------------------------------------------------------------------------
+
+
+def _open_shared(shared: Mapping[str, Any]) -> Weights:
+    name, tensors = shared.get("name"), shared.get("tensors")
+    if not isinstance(name, str) or not isinstance(tensors, Mapping) or not tensors:
+        raise EngineError('shared memory is {"name": ..., "tensors": {name: {"dtype", "shape", "offset"}, ...}}')
+    name = name.removeprefix("/")
+    if not name or "/" in name or name.startswith("."):
+        raise EngineError(f"the name of shared memory is that of a file in {SHARED_MEMORY}, got {name!r}")
+    try:
+        with (SHARED_MEMORY / name).open("rb") as file:
+            # A map of its own: what is written here by mistake does not reach the trainer.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"shared memory {name} cannot be read by the vLLM worker: {error}. Is it on the same machine, in the same "
+            "container, and not closed before finish_weight_update returned?"
+        ) from error
+    entries = {tensor: _entry(tensor, told, len(memory)) for tensor, told in tensors.items()}
+
+    def read(tensor: str) -> torch.Tensor:
+        dtype, shape, offset = entries[tensor]
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    index = {tensor: (dtype, shape) for tensor, (dtype, shape, _) in entries.items()}
+    return Weights(f"shared memory {name}", index, read)
+
+
+def _entry(tensor: str, told: Any, length: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """One line of the index, checked: a wrong one must not become a read beyond the memory, or of other bytes."""
+    try:
+        dtype, shape, offset = told["dtype"], tuple(told["shape"]), told["offset"]
+    except (TypeError, KeyError) as error:
+        raise EngineError(f'{tensor}: expected {{"dtype", "shape", "offset"}}, got {str(told)[:100]}') from error
+    if dtype not in DTYPES:
+        raise EngineError(f"{tensor}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, offset)):
+        raise EngineError(f"{tensor}: shape {shape} and offset {offset} must be integers from 0 on")
+    size = DTYPES[dtype].itemsize
+    end = offset + math.prod(shape) * size
+    if end > length or offset % size:
+        raise EngineError(
+            f"{tensor}: {dtype} {shape} at offset {offset} ends at byte {end} of {length}"
+            + (f", and the offset is no multiple of {size}" if offset % size else "")
+        )
+    return DTYPES[dtype], shape, offset

@@ -1,0 +1,153 @@
+"""Curves as inline SVG: no library, no network. Colours are classes (c0, c1, ...) that the page's style defines."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Sequence
+
+from router_replay.report.numbers import Kind, number
+from router_replay.report.scales import TINY, Scale, linear_scale, log_scale, step_scale
+
+COLOURS = 7
+WIDTH, HEIGHT = 440, 196
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 32
+MOST_DOTS = 40
+"""Runs of up to so many steps get a dot at each."""
+LABEL_GAP = 12
+"""The least distance of two numbers beside the vertical axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Which metric is drawn, and how."""
+
+    metric: str
+    title: str
+    meaning: str
+    kind: Kind
+    log: bool = False
+    from_zero: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One run's curve: (step, value) in order. None is a value that was not finite: marked at the top edge."""
+
+    name: str
+    points: Sequence[tuple[int, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    x: Scale
+    y: Scale
+
+    def at(self, step: int, value: float) -> tuple[float, float]:
+        return self.across(step), self.up(value)
+
+    def across(self, step: float) -> float:
+        return round(LEFT + self.x.place(step) * (WIDTH - LEFT - RIGHT), 1)
+
+    def up(self, value: float) -> float:
+        return round(HEIGHT - BOTTOM - self.y.place(value) * (HEIGHT - TOP - BOTTOM), 1)
+
+
+def figure(chart: Chart, series: Sequence[Series]) -> str:
+    """The chart with its title and its legend, which shows each run's last value, or the one under the pointer."""
+    scale = ", log scale" if chart.log else ""
+    keys = "".join(
+        f'<span class="run"><i class="swatch c{index % COLOURS}"></i><span class="name">{html.escape(one.name)}</span>'
+        f"<b>{html.escape(_last(one, chart.kind))}</b></span>"
+        for index, one in enumerate(series)
+    )
+    return (
+        f"<figure><figcaption><h3>{html.escape(chart.title)}</h3>"
+        f'<p class="meaning">{html.escape(chart.meaning)}{scale}</p>'
+        f'<p class="key">{keys}</p></figcaption>{_svg(chart, series)}</figure>'
+    )
+
+
+def _last(series: Series, kind: Kind) -> str:
+    return number(series.points[-1][1] if series.points else None, kind)
+
+
+def _svg(chart: Chart, series: Sequence[Series]) -> str:
+    values = [value for one in series for _, value in one.points if value is not None]
+    if not values:
+        return '<p class="nothing">not recorded in these runs</p>'
+    steps = [step for one in series for step, _ in one.points]
+    log = chart.log and max(values) > TINY
+    frame = _Frame(step_scale(steps), log_scale(values) if log else linear_scale(values, chart.kind, chart.from_zero))
+    curves = "".join(_curve(one, index, frame) for index, one in enumerate(series))
+    names = ", ".join(one.name for one in series)
+    label = html.escape(f"{chart.title} over steps: {names}")
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'data-points="{_hover(chart, series, frame)}">'
+        f'{_axes(frame)}<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{curves}{_pointers(len(series))}</svg>'
+    )
+
+
+def _axes(frame: _Frame) -> str:
+    parts, free_from = [], float("inf")
+    for value, label in frame.y.ticks:
+        y = frame.up(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        if y <= free_from:  # labels of a logarithmic axis can come closer than a line of text
+            parts.append(f'<text class="tick y" x="{LEFT - 8}" y="{y}">{html.escape(label)}</text>')
+            free_from = y - LABEL_GAP
+    for index, (value, label) in enumerate(frame.x.ticks):
+        label = label if index else f"step {label}"
+        parts.append(f'<text class="tick x" x="{frame.across(value)}" y="{HEIGHT - 8}">{html.escape(label)}</text>')
+    return "".join(parts)
+
+
+def _curve(series: Series, index: int, frame: _Frame) -> str:
+    style = f"c{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
+    parts = []
+    for stretch in _stretches(series.points):
+        places = [frame.at(step, value) for step, value in stretch]
+        if len(places) > 1:
+            corners = "L".join(f"{x} {y}" for x, y in places)
+            parts.append(f'<path class="curve {style}" d="M{corners}"/>')
+        if len(places) == 1 or len(series.points) <= MOST_DOTS:
+            parts += [f'<circle class="dot {style}" cx="{x}" cy="{y}" r="2"/>' for x, y in places]
+    for step, value in series.points:
+        if value is None:
+            x = frame.across(step)
+            parts.append(f'<path class="curve {style}" d="M{x - 3} {TOP - 6}l6 6m0-6l-6 6"/>')
+    return "".join(parts)
+
+
+def _stretches(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
+    """The curve is broken where a value was not finite."""
+    stretches: list[list[tuple[int, float]]] = [[]]
+    for step, value in points:
+        if value is None:
+            stretches.append([])
+        else:
+            stretches[-1].append((step, value))
+    return [stretch for stretch in stretches if stretch]
+
+
+def _pointers(count: int) -> str:
+    dots = "".join(f'<circle class="pointer c{index % COLOURS}" r="3.5"/>' for index in range(count))
+    return f'{dots}<text class="tick x at" y="{HEIGHT - 8}"></text>'
+
+
+def _hover(chart: Chart, series: Sequence[Series], frame: _Frame) -> str:
+    """Per run and step: step, x, y (null where not finite), text. The page's script only looks these up."""
+    table = [
+        [
+            [step, frame.across(step), None if value is None else frame.up(value), _said(value, chart.kind)]
+            for step, value in one.points
+        ]
+        for one in series
+    ]
+    return html.escape(json.dumps(table, separators=(",", ":")), quote=True)
+
+
+def _said(value: float | None, kind: Kind) -> str:
+    return "not finite" if value is None else number(value, kind)

@@ -1,0 +1,142 @@
+"""One page about a few runs, self-contained, and its JSON twin with the same numbers.
+
+write_report([Run("off", off), Run("r3", r3)], Path("out/report.html"), "Replay off and on", ["Seeds are equal."])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from router_replay.errors import ConfigError
+from router_replay.report.charts import COLOURS, Chart, Series, figure
+from router_replay.report.runs import LINES, Row, Run, cells, comparison, differing_settings, remarks
+from router_replay.report.style import COLOUR_RULES, SCRIPT, STYLE
+
+EXPLANATION = (
+    "In reinforcement learning, an engine samples tokens and the trainer then computes their probabilities again. "
+    "In a mixture-of-experts model the two may send a token to different experts, and then the trainer learns from "
+    "probabilities that nobody sampled with. Replay makes the trainer use the engine's experts. This page shows how "
+    "far engine and trainer were apart, what the runs learned, and what they cost."
+)
+CHARTS = (
+    Chart("reward", "Reward", "mean over the step's episodes", "plain"),
+    Chart("mismatch/k3", "Mismatch, k3", "KL estimate, engine to trainer", "small", log=True),
+    Chart(
+        "mismatch/extreme_tau2", "Extreme tokens", "probabilities more than a factor 2 apart", "share", from_zero=True
+    ),
+    Chart("routes/agreement", "Agreement", "the trainer's own router would choose the same experts", "share"),
+    Chart("grad_norm", "Gradient norm", "before clipping", "plain", from_zero=True),
+    Chart("entropy", "Entropy", "estimated from the sampled tokens, in nats", "plain"),
+    Chart("seconds/step", "Seconds per step", "all phases", "seconds", from_zero=True),
+    Chart("tokens_per_second", "Tokens per second", "of the whole step", "count", from_zero=True),
+)
+# The browser itself then refuses to load anything from anywhere.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+GROUP_ENDS = ("reward_last", "agreement_mean")
+
+
+def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequence[str] = ()) -> None:
+    """Write the page to `out` and its twin beside it, with .json as the ending."""
+    if not runs:
+        raise ConfigError("a report needs one run or more, got none")
+    if out.suffix == ".json":
+        raise ConfigError(f"the page cannot be called {out.name}: its JSON twin gets that name; call it .html")
+    rows = comparison(runs)
+    notes = [*notes, *remarks(rows)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    twin = json.dumps(_twin(runs, rows, title, notes), indent=1, allow_nan=False, ensure_ascii=False)
+    out.with_suffix(".json").write_text(twin + "\n", encoding="utf-8")
+    out.write_text(_page(runs, rows, title, notes), encoding="utf-8")
+
+
+def _twin(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "title": title,
+        "explanation": EXPLANATION,
+        "notes": list(notes),
+        "table": [dataclasses.asdict(row) for row in rows],
+        "runs": [{"name": run.name, "config": run.config, "steps": run.steps} for run in runs],
+    }
+
+
+def _page(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
+    colours = "".join(COLOUR_RULES.format(index=index) for index in range(COLOURS))
+    figures = "\n".join(figure(chart, [Series(run.name, run.points(chart.metric)) for run in runs]) for chart in CHARTS)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{html.escape(title)}</title>
+<style>{STYLE}{colours}</style>
+</head>
+<body>
+<main>
+<h1>{html.escape(title)}</h1>
+<p class="lead">{html.escape(EXPLANATION)}</p>
+{_table(rows)}
+{_notes(notes)}
+<h2>Step by step</h2>
+<div class="charts">
+{figures}
+</div>
+{_settings(runs)}
+</main>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    body = []
+    for line in LINES:
+        meaning = f"<small>{html.escape(line.meaning)}</small>" if line.meaning else ""
+        numbers = "".join(
+            f"<td>{html.escape(text)}</td>" + (f'<td class="ratio">{html.escape(ratio)}</td>' if index else "")
+            for index, (text, ratio) in enumerate(cells(line, rows))
+        )
+        part = ' class="part"' if line.field in GROUP_ENDS else ""
+        body.append(f'<tr{part}><th scope="row">{html.escape(line.label)}{meaning}</th>{numbers}</tr>')
+    foot = f'<p class="foot">× is the ratio to {html.escape(rows[0].name)}.</p>' if len(rows) > 1 else ""
+    head = _head([row.name for row in rows], ratios=True)
+    return _scrolled(head, "".join(body)) + foot
+
+
+def _head(names: Sequence[str], ratios: bool) -> str:
+    columns = "".join(
+        f'<th scope="col"><i class="swatch c{index % COLOURS}"></i><span class="name">{html.escape(name)}</span></th>'
+        + ("<th></th>" if ratios and index else "")
+        for index, name in enumerate(names)
+    )
+    return f"<thead><tr><th></th>{columns}</tr></thead>"
+
+
+def _scrolled(head: str, body: str) -> str:
+    """A table that scrolls by itself where the window is too narrow for all runs."""
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _notes(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    return f'<ul class="notes">{items}</ul>' if notes else ""
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    differing = differing_settings(runs)
+    if not differing:
+        return ""
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th>'
+        + "".join(f'<td class="text">{html.escape(text)}</td>' for text in texts)
+        + "</tr>"
+        for name, texts in differing
+    )
+    head = _head([run.name for run in runs], ratios=False)
+    return "<h2>Settings in which the runs differ</h2>" + _scrolled(head, body)

@@ -1,0 +1,1 @@
+"""The loop that drives all of it: environments, rollouts, losses, weight sync, checkpoints."""

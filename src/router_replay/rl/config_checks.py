@@ -1,0 +1,147 @@
+"""Settings that are right one by one and cannot work together are refused at start, with the reason and the way out.
+
+    for warning in check_config(load_config(path), world_size=4):
+        log.warning(warning)
+
+What only a started engine can tell (does it capture at all?) is not asked here.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+from router_replay.engines.prefill_decode import stale_reasons
+from router_replay.rl.config import TrainConfig, config_error
+
+_TINY = "tiny"
+
+
+def check_config(config: TrainConfig, world_size: int) -> list[str]:
+    """What the user should know before the run; ConfigError, a line per reason, where it cannot be right."""
+    refusals = [
+        *_refused_with_replay(config),
+        *_refused_engine_arguments(config),
+        *_refused_losses(config),
+        *_refused_sizes(config, world_size),
+        *_refused_absences(config),
+    ]
+    if refusals:
+        raise config_error("settings that cannot work", refusals)
+    return [*_reference_warnings(config), *_other_warnings(config)]
+
+
+def _refused_with_replay(config: TrainConfig) -> Iterator[str]:
+    if config.replay == "off":
+        return
+    replay = f'replay = "{config.replay}"'
+    if config.model.gradient_checkpointing == "reentrant":
+        yield (
+            f'model.gradient_checkpointing = "reentrant" with {replay}: a reentrant recompute runs when the routes of '
+            "its forward are no longer in force, and the gradients are wrong in silence; "
+            'set it to "non_reentrant"'
+        )
+    if config.model.use_kernels:
+        yield (
+            f"model.use_kernels = true with {replay}: a kernel that fuses the router never calls it, and replay "
+            "does nothing; set it to false"
+        )
+
+
+def _refused_engine_arguments(config: TrainConfig) -> Iterator[str]:
+    if config.replay != "r3":
+        return
+    arguments = config.engine.arguments
+    for reason in stale_reasons(arguments):
+        yield f'engine.arguments.{reason}; replay = "r3" needs the tokens\' own rows: leave it out, or use "r2"'
+    if not arguments.get("enable_return_routed_experts", True):
+        yield (
+            'engine.arguments.enable_return_routed_experts = false with replay = "r3": there are no routes to replay; '
+            'leave it out, or use "r2"'
+        )
+
+
+def _refused_losses(config: TrainConfig) -> Iterator[str]:
+    loss = config.loss
+    if loss.clip_low >= 1:
+        yield (
+            f"loss.clip_low = {loss.clip_low}: ratios are positive and are clipped at 1 - clip_low, which must be "
+            "above 0; set it below 1"
+        )
+    if 0 < loss.truncated_importance < 1:
+        yield (
+            f"loss.truncated_importance = {loss.truncated_importance}: a cap below 1 shrinks every token's loss, also "
+            "where engine and trainer agree; set 1 or more, or 0 for no weight"
+        )
+    if loss.kind != "grpo" and "normalise" in loss.model_fields_set:
+        yield (
+            f'loss.normalise = "{loss.normalise}" with loss.kind = "{loss.kind}", which has a mean of its own; '
+            'leave normalise out, or set kind = "grpo"'
+        )
+    if config.rollout.group < 2:
+        yield (
+            f"rollout.group = {config.rollout.group}: an advantage is the difference to the other episodes of the same "
+            "problem, and alone it is always 0; set 2 or more"
+        )
+
+
+def _refused_sizes(config: TrainConfig, world_size: int) -> Iterator[str]:
+    ulysses = config.trainer.ulysses
+    if world_size % ulysses:
+        yield (
+            f"trainer.ulysses = {ulysses}: so many ranks share each sequence, and {world_size} processes are no "
+            f"multiple of it; start {ulysses} processes or a multiple, or set ulysses to a divisor of {world_size}"
+        )
+    episodes = config.rollout.prompts * config.rollout.group
+    if config.optimizer.mini_batches > episodes:
+        yield (
+            f"optimizer.mini_batches = {config.optimizer.mini_batches}: a step has {episodes} episodes "
+            f"(rollout.prompts * rollout.group), too few for one each; set at most {episodes}"
+        )
+
+
+def _refused_absences(config: TrainConfig) -> Iterator[str]:
+    folders = {"model.path": config.model.path}
+    if config.reference.kl and config.reference.path:
+        folders["reference.path"] = config.reference.path
+    for name, folder in folders.items():
+        if folder != _TINY and not pathlib.Path(folder).is_dir():
+            yield (
+                f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{_TINY}" for the small '
+                "model of this package"
+            )
+    if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:
+        yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs its server, as http://HOST:PORT'
+    if config.environment.kind == "jsonl":
+        if not config.environment.file:
+            yield 'environment.file is missing: environment.kind = "jsonl" reads its problems from there'
+        if not config.environment.reward:
+            yield 'environment.reward is missing: environment.kind = "jsonl" needs a function, as module:function'
+
+
+def _reference_warnings(config: TrainConfig) -> Iterator[str]:
+    reference, replays = config.reference, config.replay != "off"
+    if reference.kl and replays and not reference.replay:
+        yield (
+            f'reference.kl = {reference.kl} with replay = "{config.replay}" and a reference model that routes live: '
+            "the KL then also measures the difference of their experts, and pulls at the policy by it; "
+            "reference.replay = true gives both the same experts"
+        )
+    if reference.replay and not reference.kl:
+        yield "reference.replay = true does nothing: with reference.kl = 0 there is no reference model"
+    if reference.replay and not replays:
+        yield 'reference.replay = true does nothing with replay = "off": there are no routes to replay'
+
+
+def _other_warnings(config: TrainConfig) -> Iterator[str]:
+    if config.replay == "r2" and config.optimizer.mini_batches == 1:
+        yield (
+            'replay = "r2" with optimizer.mini_batches = 1: the old pass and the only update have the same weights and '
+            "choose the same experts but for rounding; R2 helps from 2 mini-batches on"
+        )
+    longest, slots = config.engine.max_length, config.trainer.max_tokens
+    if longest > slots:
+        yield (
+            f"engine.max_length = {longest} is above trainer.max_tokens = {slots}: an episode that does not fit into "
+            "one pass ends the run"
+        )

@@ -1,0 +1,67 @@
+"""The demo: one model, one task, the same seeds; replay off, then R3; a table and a page that show the difference."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+from router_replay.report import Row, Run, comparison, write_report
+from router_replay.rl.config import TrainConfig, load_config
+from router_replay.rl.sync_loop import train
+
+MODES = ("off", "r3")
+THREEFOLD = 1 / 3
+LEAST_REWARD_GAP = 0.05
+"""Curves that end closer than this do not differ: about the noise of 512 answers and of the run's own path."""
+
+
+def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainConfig:
+    """Two-digit additions on the tiny model, vLLM in bfloat16 against a trainer in float32."""
+    return load_config(
+        None,
+        [
+            f'replay="{mode}"', f"steps={steps}", f"output={out / mode}", "model.path=tiny", "engine.kind=vllm",
+            "engine.dtype=bfloat16", f'engine.quantise="{"fp8" if fp8 else "none"}"', "engine.max_length=64",
+            "engine.arguments.max_num_seqs=256", "environment.kind=arithmetic", "rollout.prompts=64",
+            "rollout.group=8", "rollout.max_tokens=8", "optimizer.lr=5e-5", "optimizer.mini_batches=4",
+            "trainer.max_tokens=4096", "checkpoint.every=0", "logging.tensorboard=false",
+        ],
+    )  # fmt: skip
+
+
+def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
+    """Both runs, the page `report.html` with its JSON, the table's rows and what can be said of them."""
+    for mode in MODES:
+        shutil.rmtree(out / mode, ignore_errors=True)
+        train(demo_config(mode, out, steps, fp8))
+    runs = [Run("replay off", out / "off"), Run("R3", out / "r3")]
+    rows = comparison(runs)
+    notes = findings(rows, fp8)
+    write_report(runs, out / "report.html", "Router Replay: off against R3", notes)
+    return rows, notes
+
+
+def findings(rows: list[Row], fp8: bool = False) -> list[str]:
+    """What the two runs show, and what they do not."""
+    off, r3 = rows
+    notes = []
+    if off.k3_first and r3.k3_first:
+        fall = off.k3_first / r3.k3_first
+        reached = "at least the threefold fall that we promise" if fall >= 3 else "less than the threefold fall we promise"
+        notes.append(f"At the first step, on the same rollouts, R3 makes the k3 KL {fall:.1f} times smaller: {reached}.")
+    if off.extreme_mean is not None and r3.extreme_mean is not None:
+        notes.append(
+            f"Tokens whose probabilities differ by more than a factor 2: {off.extreme_mean:.1e} of all without replay, "
+            f"{r3.extreme_mean:.1e} with it."
+        )
+    if off.reward_last is not None and r3.reward_last is not None:
+        gap = r3.reward_last - off.reward_last
+        notes.append(
+            f"The reward ends {abs(gap):.2f} {'higher' if gap > 0 else 'lower'} with R3."
+            if abs(gap) > LEAST_REWARD_GAP
+            else "The reward curves do not differ by more than noise: at this size training does not collapse without "
+            "replay either. What replay repairs here is the gap between engine and trainer."
+        )
+    if fp8:
+        notes.append("The engine ran on weights rounded to FP8 blocks; replay repairs the routing's part of that gap.")
+    return notes

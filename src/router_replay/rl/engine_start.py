@@ -1,0 +1,91 @@
+"""Start, or connect to, the engine that a config names, and see that it can do what the run needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from router_replay.engines.base import Engine
+from router_replay.errors import ConfigError
+from router_replay.rl.config import TrainConfig
+from router_replay.spec import RouterSpec
+
+# What vLLM's CPU build needs to start quickly and to leave the trainer its cores; a user's own settings stay.
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CONFIGURE_LOGGING": "1"}
+
+
+def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
+    """An engine with the weights of `folder`; a server that runs already gets them pushed."""
+    engine = _started(config, folder, spec, version)
+    try:
+        check_engine(config, engine, spec)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
+    can = engine.capabilities
+    if engine.spec != spec:
+        raise ConfigError(f"the engine's model is {engine.spec}, the policy is {spec}")
+    if not can.logprobs:
+        raise ConfigError(f"the engine gives no log-probs of its samples: {can.why_not}")
+    if config.replay == "r3" and not can.routes:
+        raise ConfigError(
+            f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
+            'replay = "r2" records them in the trainer instead'
+        )
+
+
+def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
+    engine = config.engine
+    if engine.kind == "embedded":
+        from router_replay.engines.embedded import EmbeddedEngine
+
+        dtype = getattr(torch, engine.dtype)
+        return EmbeddedEngine(folder, version=version, max_length=engine.max_length, dtype=dtype, **engine.arguments)
+    if engine.kind == "vllm":
+        from router_replay.engines.vllm_inprocess import VllmEngine
+
+        on_cpu = not torch.cuda.is_available()
+        defaults = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+        arguments = {**defaults, "dtype": engine.dtype, "max_model_len": engine.max_length, **engine.arguments}
+        with _environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}):
+            return VllmEngine(str(folder), version=version, **arguments)
+    if engine.kind == "vllm_http":
+        from router_replay.engines.vllm_http import VllmHttpEngine
+
+        connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **engine.arguments)
+    else:
+        from router_replay.engines.sglang import SglangEngine
+
+        connected = SglangEngine(engine.url, spec, version=version, **engine.arguments)
+    try:
+        connected.update_weights(str(folder), version)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """For the processes that vLLM starts; ours keeps its own."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

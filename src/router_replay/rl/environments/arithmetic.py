@@ -1,0 +1,47 @@
+"""Additions with one right answer: 12+34= is answered by 46 and the end of sequence. One turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router_replay.rl.environments.base import Turn
+from router_replay.rl.environments.problems import operands
+from router_replay.rl.environments.text import end_of_sequence, ended_answer, prompt_tokens
+
+
+def question(first: int, second: int) -> str:
+    return f"{first}+{second}="
+
+
+class ArithmeticTask:
+    """Additions of two operands of `digits` digits, without end."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    problems: int | None = None
+
+    def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.digits = digits
+        self.seed = seed
+        self.end = end_of_sequence(tokenizer)
+
+    def environment(self) -> ArithmeticEnvironment:
+        return ArithmeticEnvironment(self)
+
+
+class ArithmeticEnvironment:
+    """1.0 for the right answer that ends by itself, else 0.0."""
+
+    def __init__(self, task: ArithmeticTask) -> None:
+        self._task = task
+        self._answer = ""
+
+    def reset(self, problem: int) -> tuple[int, ...]:
+        first, second = operands(self._task.seed, problem, count=2, digits=self._task.digits)
+        self._answer = str(first + second)
+        return prompt_tokens(self._task.tokenizer, question(first, second))
+
+    def step(self, token_ids: Sequence[int]) -> Turn:
+        answer = ended_answer(self._task.tokenizer, token_ids, self._task.end)
+        return Turn(reward=float(answer == self._answer))

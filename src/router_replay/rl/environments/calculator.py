@@ -1,0 +1,86 @@
+"""A tool task of several turns: the policy asks a calculator, whose results come back as environment tokens.
+
+    12+34+56?  <12+34>  [46]  <46+56>  [102]  102 and the end of sequence
+    prompt     call     obs.  call     obs.   answer
+
+A turn that ends with > is a call; one that the calculator does not understand is answered by [!]. Any other turn is the
+answer and ends the episode. How many calls are allowed is the rollout's business.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from router_replay.rl.environments.base import Turn
+from router_replay.rl.environments.problems import operands
+from router_replay.rl.environments.text import (
+    end_of_sequence,
+    ended_answer,
+    further_tokens,
+    one_token,
+    prompt_tokens,
+)
+
+OPERANDS = 3  # two calls: enough that the second one needs the first one's result
+CALL_ENDS = ">"
+NOT_UNDERSTOOD = "[!]"
+# What precedes the last < is the policy's own business; the limit keeps the numbers of a runaway policy small.
+_CALL = re.compile(r"<(\d{1,18})([-+*])(\d{1,18})>$")
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def question(numbers: Sequence[int]) -> str:
+    return "+".join(map(str, numbers)) + "?"
+
+
+def call(first: int, second: int) -> str:
+    return f"<{first}+{second}>"
+
+
+def reply(text: str) -> str:
+    """The calculator's answer to a turn that ended with a call."""
+    found = _CALL.search(text.strip())
+    if found is None:
+        return NOT_UNDERSTOOD
+    first, sign, second = found.groups()
+    return f"[{_OPERATIONS[sign](int(first), int(second))}]"
+
+
+class CalculatorTask:
+    """Sums of three operands of `digits` digits, without end."""
+
+    problems: int | None = None
+
+    def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.digits = digits
+        self.seed = seed
+        self.end = end_of_sequence(tokenizer)
+        self.call_ends = one_token(tokenizer, CALL_ENDS)
+        self.stop_token_ids: tuple[int, ...] = (self.call_ends,)
+
+    def environment(self) -> CalculatorEnvironment:
+        return CalculatorEnvironment(self)
+
+
+class CalculatorEnvironment:
+    """1.0 for the right answer that ends by itself, with or without calls; else 0.0."""
+
+    def __init__(self, task: CalculatorTask) -> None:
+        self._task = task
+        self._answer = ""
+
+    def reset(self, problem: int) -> tuple[int, ...]:
+        numbers = operands(self._task.seed, problem, OPERANDS, self._task.digits)
+        self._answer = str(sum(numbers))
+        return prompt_tokens(self._task.tokenizer, question(numbers))
+
+    def step(self, token_ids: Sequence[int]) -> Turn:
+        tokenizer = self._task.tokenizer
+        if token_ids and token_ids[-1] == self._task.call_ends:
+            text = reply(str(tokenizer.decode(list(token_ids))))
+            return Turn(done=False, observation=further_tokens(tokenizer, text))
+        return Turn(reward=float(ended_answer(tokenizer, token_ids, self._task.end) == self._answer))

@@ -1,0 +1,121 @@
+"""Prompts and answers from a file, one JSON object per line; a function of the user says what a completion is worth.
+
+    {"prompt": "12+34=", "answer": "46"}
+    {"prompt": [{"role": "user", "content": "What is 12+34?"}], "answer": "46"}
+
+Messages go through the tokenizer's chat template. Every line is read, checked and tokenised at the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from router_replay.errors import ConfigError, TrainError
+from router_replay.rl.environments.base import Turn
+from router_replay.rl.environments.rewards import RewardFunction
+from router_replay.rl.environments.text import prompt_tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    prompt: str | list[dict[str, Any]]
+    answer: Any
+    token_ids: npt.NDArray[np.int32]
+
+
+class JsonlTask:
+    """As many problems as the file has lines that are not blank, in the file's order."""
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Any, file: str, reward: str) -> None:
+        if not file:
+            raise ConfigError('environment.kind = "jsonl" needs environment.file: the file of prompts and answers')
+        self.tokenizer = tokenizer
+        self.reward = RewardFunction(reward)
+        self.lines = read_problems(pathlib.Path(file), tokenizer)
+        self.problems: int | None = len(self.lines)
+
+    def environment(self) -> JsonlEnvironment:
+        return JsonlEnvironment(self)
+
+
+class JsonlEnvironment:
+    """One turn; the reward function sees the prompt as the file has it and the completion without special tokens."""
+
+    def __init__(self, task: JsonlTask) -> None:
+        self._task = task
+        self._problem = 0
+
+    def reset(self, problem: int) -> tuple[int, ...]:
+        lines = self._task.lines
+        if not 0 <= problem < len(lines):
+            raise TrainError(f"problem {problem} was asked for, and the file has 0 to {len(lines) - 1}")
+        self._problem = problem
+        return tuple(lines[problem].token_ids.tolist())
+
+    def step(self, token_ids: Sequence[int]) -> Turn:
+        line = self._task.lines[self._problem]
+        completion = str(self._task.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return Turn(reward=self._task.reward(self._problem, line.prompt, completion, line.answer))
+
+
+def read_problems(file: pathlib.Path, tokenizer: Any) -> list[Problem]:
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"environment.file = {str(file)!r} cannot be read: {error.strerror}") from error
+    problems = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                problems.append(_problem(line, tokenizer))
+            except ConfigError as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from error.__cause__
+    if not problems:
+        raise ConfigError(f"{file} has no problems: one JSON object per line was expected")
+    return problems
+
+
+def _problem(line: bytes, tokenizer: Any) -> Problem:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f'an object with "prompt" and "answer" was expected, got {fields!r:.80}')
+    for name in ("prompt", "answer"):
+        if name not in fields:
+            raise ConfigError(f'the field "{name}" is missing; there are {sorted(fields)}')
+    prompt = fields["prompt"]
+    _check_prompt(prompt)
+    try:
+        token_ids = _tokens(prompt, tokenizer)
+    except Exception as error:  # a template of the model's own, or a character that the tokenizer does not know
+        raise ConfigError(f"the prompt cannot be tokenised: {type(error).__name__}: {error}") from error
+    if not token_ids:
+        raise ConfigError("the prompt has no tokens")
+    return Problem(prompt, fields["answer"], np.array(token_ids, np.int32))
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise ConfigError(f'"prompt" must be text or a list of chat messages, got {prompt!r:.80}')
+    for position, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ConfigError(f'message {position} of "prompt" must have "role" and "content", got {message!r:.80}')
+
+
+def _tokens(prompt: str | list[dict[str, Any]], tokenizer: Any) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return prompt_tokens(tokenizer, prompt)
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))

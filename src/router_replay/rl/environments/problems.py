@@ -1,0 +1,21 @@
+"""Problem number -> operands, by a hash: nothing to store, and any rank or restart sees the same problems.
+
+operands(seed=0, problem=7, count=2, digits=2)       # (57, 34), always
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def operands(seed: int, problem: int, count: int, digits: int) -> tuple[int, ...]:
+    """`count` numbers of exactly `digits` digits (one digit: 0 to 9)."""
+    lowest = 10 ** (digits - 1) if digits > 1 else 0
+    values = 10**digits - lowest
+    numbers = []
+    for position in range(count):
+        # 64 bits more than the range needs, so that the remainder is as good as even.
+        size = min(64, (values.bit_length() + 64 + 7) // 8)
+        digest = hashlib.blake2b(f"{seed}/{problem}/{position}".encode(), digest_size=size).digest()
+        numbers.append(lowest + int.from_bytes(digest) % values)
+    return tuple(numbers)

@@ -1,0 +1,46 @@
+"""Between text and tokens, where an environment thinks in text. A tokenizer is a Hugging Face one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from router_replay.errors import ConfigError
+
+
+def prompt_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The start of a sequence, with the special tokens that the tokenizer puts there."""
+    return tuple(tokenizer.encode(text))
+
+
+def further_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Text that follows other tokens."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def one_token(tokenizer: Any, text: str) -> int:
+    """The token of a mark that must be a token of its own, since the engine stops at it."""
+    tokens = further_tokens(tokenizer, text)
+    if len(tokens) != 1:
+        raise ConfigError(
+            f"the environment stops at {text!r}, which must be one token of the model's tokenizer; "
+            f"it is {len(tokens)}: {list(tokens)}. Use another environment or another tokenizer"
+        )
+    return tokens[0]
+
+
+def end_of_sequence(tokenizer: Any) -> int:
+    token = tokenizer.eos_token_id
+    if token is None:
+        raise ConfigError(
+            "the environment rewards an answer that the model ends itself, and this tokenizer has no eos_token: "
+            "set it in the model folder's tokenizer_config.json"
+        )
+    return int(token)
+
+
+def ended_answer(tokenizer: Any, token_ids: Sequence[int], end: int) -> str | None:
+    """The text before the end of sequence; None where the model did not end by itself."""
+    if not token_ids or token_ids[-1] != end:
+        return None
+    return str(tokenizer.decode(list(token_ids[:-1]))).strip()

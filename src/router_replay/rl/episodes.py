@@ -1,0 +1,66 @@
+"""From episodes to samples with advantages, and to a file where a step could not be finished."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from router_replay import wire
+from router_replay.batch import Sample
+from router_replay.rl.advantages import group_advantages
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.rollout import Episode
+
+
+def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bool) -> tuple[list[Sample], list[int]]:
+    """One sample per trajectory, with the advantage of its episode, and the number of that episode."""
+    rewards = [episode.reward for episode in episodes]
+    advantages = group_advantages(rewards, [episode.group for episode in episodes], config.loss.kind)
+    samples, numbers = [], []
+    for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
+        for trajectory in episode.trajectories:
+            routes = trajectory.routes if with_routes else None
+            samples.append(
+                Sample(trajectory.token_ids, trajectory.logprobs, trajectory.loss_mask, routes, advantages=advantage)
+            )
+            numbers.append(episode.number)
+    return samples, numbers
+
+
+def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    rewards = np.array([episode.reward for episode in episodes])
+    groups = np.array([episode.group for episode in episodes])
+    flat = [np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]
+    return {
+        "reward": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "groups_without_signal": float(np.mean(flat)),
+        "turns": float(np.mean([episode.turns for episode in episodes])),
+        "response_length": float(np.mean([episode.sampled_tokens for episode in episodes])),
+        "tokens": float(sum(len(trajectory) for episode in episodes for trajectory in episode.trajectories)),
+    }
+
+
+def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
+    """One JSON object per trajectory; `routes` is base64 of router_replay.wire bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for episode in episodes:
+            for trajectory in episode.trajectories:
+                tokens = trajectory.token_ids
+                line = {
+                    "problem": episode.problem,
+                    "group": episode.group,
+                    "reward": episode.reward,
+                    "done": episode.done,
+                    "prompt": [int(token) for token in episode.prompt] if not len(tokens) else None,
+                    "token_ids": tokens.tolist(),
+                    "logprobs": trajectory.logprobs.tolist(),
+                    "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+                    "routes": base64.b64encode(wire.encode(trajectory.routes, codec="dense")).decode(),
+                }
+                file.write(json.dumps(line) + "\n")

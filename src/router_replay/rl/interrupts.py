@@ -1,0 +1,50 @@
+"""Ctrl-C between two states that can be saved, never in the middle of one.
+
+with Interrupts() as interrupts:
+    ...                        # KeyboardInterrupt at once: nothing has changed yet
+    with interrupts.held():
+        ...                    # weights change: the interrupt waits for the end of the block
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+
+class Interrupts:
+    """SIGINT and SIGTERM while a run works. With `at_once=False` they only set `asked` (ranks must agree first)."""
+
+    def __init__(self, at_once: bool = True) -> None:
+        self.asked = False
+        self._at_once = at_once
+        self._held = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self.asked and self._at_once:
+            raise KeyboardInterrupt
+
+    def _on_signal(self, *_: object) -> None:
+        again, self.asked = self.asked, True
+        if again or (self._at_once and not self._held):  # whoever asks twice does not want to wait
+            raise KeyboardInterrupt

@@ -1,0 +1,228 @@
+"""The policy losses: GRPO, Dr.GRPO and GSPO, with clipping, truncated importance weights and a KL to a reference.
+
+    loss, sums = policy_loss(slots, LossConfig(kind="grpo"), Totals(tokens=512, sequences=32, max_tokens=16))
+    loss.backward()
+
+    objective of a slot = weight * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A) - kl * k3
+    ratio: now / old, of the token (grpo, dr_grpo) or of its sequence (gspo)
+    loss = -(a mean of the slots' objectives: by tokens, by sequences, or by a constant)
+
+Sums are divided by `Totals`, which are those of the whole mini-batch over all ranks, so the losses of micro-batches
+add up to the loss of the mini-batch, and so do their gradients. A slot outside the mask gives exactly zero to both,
+whatever its values are: it is replaced before anything is computed, since 0 * inf is not 0.
+
+Tensors are [T], one entry per slot of a packed micro-batch, of log-probs as they come. Nothing here asks the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from router_replay.errors import BatchError, ConfigError, TrainError
+from router_replay.rl.config import LossConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """What the loss needs of each slot of a micro-batch.
+
+    A sequence must be here whole, because gspo and the mean over sequences look at all of its tokens; its slots may
+    lie anywhere. `sequences` need not begin at 0 nor be dense; -1 is padding.
+    """
+
+    logprobs: Tensor
+    """Of the policy now, with gradient."""
+    old_logprobs: Tensor
+    """Of the old-policy pass."""
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    """bool: slots whose label bears loss."""
+    sequences: Tensor
+    """int64: which sequence a slot belongs to."""
+    reference_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.logprobs.shape
+        for field in dataclasses.fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is not None and (tensor.ndim != 1 or tensor.shape != shape):  # [T, 1] would broadcast in silence
+                raise BatchError(f"{field.name}: expected [{shape.numel()}] like logprobs, got {list(tensor.shape)}")
+        if self.mask.dtype != torch.bool:
+            raise BatchError(f"mask: expected bool, got {self.mask.dtype}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Of the whole mini-batch over all ranks: what sums are divided by."""
+
+    tokens: int
+    """That bear loss."""
+    sequences: int
+    max_tokens: int
+    """The most tokens that a completion may have: the constant of Dr.GRPO."""
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.sequences, self.max_tokens) < 1:
+            raise TrainError(f"a mini-batch without tokens that bear loss has no mean: {self}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossSums:
+    """Sums over the masked slots, 0-d float64 tensors on the device, detached; `a + b` for two micro-batches."""
+
+    tokens: Tensor
+    ppo_kl: Tensor
+    """old - now: an estimate of KL(old || now)."""
+    clipped: Tensor
+    """Tokens whose gradient the clip took away; for gspo, all tokens of such sequences."""
+    kl: Tensor
+    """k3 to the reference model; 0 without one."""
+    entropy: Tensor
+    """-logprob of the sampled tokens: an estimate of the entropy."""
+    truncated: Tensor
+    """Tokens whose importance weight was above the cap."""
+
+    def __add__(self, other: LossSums) -> LossSums:
+        names = [field.name for field in dataclasses.fields(self)]
+        return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.0) -> tuple[Tensor, LossSums]:
+    """The micro-batch's share of the mini-batch's loss, and sums for the metrics.
+
+    With one token, now = -1.0, old = -1.5, A = 2.0 and the clip at 1.28: the ratio exp(0.5) = 1.65 is clipped,
+    the loss is -(1.28 * 2.0) = -2.56, and its gradient is 0.
+    """
+    if kl and slots.reference_logprobs is None:
+        raise ConfigError(f"reference.kl = {kl} needs the reference model's log-probs, and there are none")
+    slots = _zero_outside_mask(slots)
+    if config.kind == "gspo":
+        ratio = sequence_ratio(slots.logprobs, slots.old_logprobs, slots.mask, slots.sequences)
+    else:
+        ratio = token_ratio(slots.logprobs, slots.old_logprobs)
+    objective = clipped_surrogate(ratio, slots.advantages, config.clip_low, config.clip_high)
+    truncated = torch.zeros_like(slots.mask)
+    if cap := config.truncated_importance:
+        objective = importance_weight(slots.old_logprobs, slots.rollout_logprobs, cap) * objective
+        truncated = token_ratio(slots.old_logprobs, slots.rollout_logprobs) > cap
+    divergence = torch.zeros_like(objective)
+    if slots.reference_logprobs is not None:
+        divergence = k3(slots.logprobs, slots.reference_logprobs)
+        objective = objective - kl * divergence
+    sums = LossSums(
+        tokens=_total(slots.mask),
+        ppo_kl=_total(slots.old_logprobs - slots.logprobs),
+        clipped=_total(is_clipped(ratio, slots.advantages, config.clip_low, config.clip_high)),
+        kl=_total(divergence),
+        entropy=_total(-slots.logprobs),
+        truncated=_total(truncated),
+    )
+    return _mean(-objective, slots, config, totals), sums
+
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """exp(now - old) of each token: 2.0 for now = ln 0.5, old = ln 0.25."""
+    return torch.exp(logprobs - old_logprobs)
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
+    """GSPO: exp(mean of now - old over the sequence's masked tokens), at each of its slots.
+
+    Token ratios 2.0 and 8.0 of one sequence give 4.0 at both. The gradient of a slot reaches all tokens of its
+    sequence. Slots outside the mask must hold finite values.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    return torch.exp(_sum_of_sequence(log_ratio, sequences) / _tokens_of_sequence(mask, sequences))
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """PPO's pessimistic objective, to be maximised: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
+
+    With low = 0.2 and high = 0.28: ratio 2.0 gives 1.28 for A = 1 (no gradient) and -2.0 for A = -1 (with gradient);
+    ratio 0.5 gives 0.5 for A = 1 (with gradient) and -0.8 for A = -1 (no gradient).
+    """
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def is_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Where the clip took the gradient away: ratio above 1 + high with A > 0, below 1 - low with A < 0."""
+    return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
+
+
+def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
+    """min(exp(old - rollout), cap), without gradient: what a sample of the engine counts for the trainer.
+
+    With cap = 2.0: old = ln 0.5 gives 1.25 for rollout = ln 0.4, and 2.0, not 5.0, for rollout = ln 0.1.
+    """
+    return token_ratio(old_logprobs, rollout_logprobs).detach().clamp(max=cap)
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(d) - 1 - d with d = reference - now: estimates KL(now || reference), never negative.
+
+    0.3069 = 2 - 1 - ln 2 where the reference gives the token twice the probability; 0 where they agree.
+    """
+    difference = reference_logprobs - logprobs
+    return torch.expm1(difference) - difference
+
+
+def token_mean(values: Tensor, totals: Totals) -> Tensor:
+    """Sum / tokens. Sequences [1, 1, 1] and [5]: 8 / 4 = 2."""
+    return values.sum() / totals.tokens
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sequences: Tensor, totals: Totals) -> Tensor:
+    """Mean over sequences of the mean over their masked tokens. Sequences [1, 1, 1] and [5]: (1 + 5) / 2 = 3.
+
+    Also the mean of GSPO, whose values are the same at all tokens of a sequence. `values` are 0 outside the mask.
+    """
+    return (values / _tokens_of_sequence(mask, sequences)).sum() / totals.sequences
+
+
+def constant_mean(values: Tensor, totals: Totals) -> Tensor:
+    """Dr.GRPO: sum / (sequences * max_tokens), so that a token counts the same in a long and in a short sequence.
+
+    Sequences [1, 1, 1] and [5] with max_tokens = 4: 8 / (2 * 4) = 1.
+    """
+    return values.sum() / (totals.sequences * totals.max_tokens)
+
+
+def _mean(values: Tensor, slots: Slots, config: LossConfig, totals: Totals) -> Tensor:
+    if config.kind == "dr_grpo":
+        return constant_mean(values, totals)
+    if config.kind == "gspo" or config.normalise == "sequence":
+        return sequence_mean(values, slots.mask, slots.sequences, totals)
+    return token_mean(values, totals)
+
+
+def _zero_outside_mask(slots: Slots) -> Slots:
+    """Zero log-probs and advantages: a ratio of 1, an advantage of 0, and no way for a gradient."""
+    names = ["logprobs", "old_logprobs", "rollout_logprobs", "advantages", "reference_logprobs"]
+    given = {name: getattr(slots, name) for name in names if getattr(slots, name) is not None}
+    kept = {name: torch.where(slots.mask, values, 0.0) for name, values in given.items()}
+    return dataclasses.replace(slots, **kept)
+
+
+def _total(values: Tensor) -> Tensor:
+    return values.detach().sum(dtype=torch.float64)
+
+
+def _tokens_of_sequence(mask: Tensor, sequences: Tensor) -> Tensor:
+    """At each slot, how many masked tokens its sequence has; 1 where it has none, so that it can divide."""
+    return _sum_of_sequence(mask.to(torch.float32), sequences).clamp(min=1)
+
+
+def _sum_of_sequence(values: Tensor, sequences: Tensor) -> Tensor:
+    """At each slot, the sum over all slots of its sequence.
+
+    Sequences are numbered anew by sorting: `torch.unique` would wait for the device to know how many there are.
+    """
+    ordered, order = torch.sort(sequences)
+    is_new = torch.zeros_like(ordered)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    numbers = torch.empty_like(order).scatter(0, order, is_new.cumsum(0))
+    return torch.zeros_like(values).index_add(0, numbers, values)[numbers]

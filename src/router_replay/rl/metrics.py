@@ -1,0 +1,170 @@
+"""What a training step is measured by: every name with its meaning, and the files that the numbers go to.
+
+with MetricsWriter(folder, config.logging, config.model_dump(mode="json")) as writer:
+    writer.write(0, {"reward": 0.31, "mismatch/k3": 1.9e-3})
+read_metrics(folder)  # [{"step": 0, "reward": 0.31, "mismatch/k3": 0.0019}]
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import numbers
+import os
+import pathlib
+import secrets
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from router_replay.errors import ConfigError, MeasureError
+from router_replay.report.runs import CONFIG_FILE, METRICS_FILE, read_metrics
+from router_replay.rl.config import LoggingConfig
+
+__all__ = ["NAMES", "MetricsWriter", "read_metrics"]
+
+NAMES: dict[str, str] = {
+    "reward": "mean reward of the step's episodes",
+    "reward/std": "standard deviation of the reward over the step's episodes",
+    "groups_without_signal": "share of groups whose episodes all got the same reward: they teach nothing",
+    "response_length": "mean number of sampled tokens per episode",
+    "turns": "mean number of turns per episode",
+    "mismatch/k1": "KL(engine to trainer) as the mean of rollout - old log-prob; may be negative",
+    "mismatch/k3": "the same KL as the mean of exp(d) - 1 - d with d = old - rollout log-prob; never negative",
+    "mismatch/abs_mean": "mean absolute difference between old and rollout log-prob",
+    "mismatch/abs_max": "largest absolute difference between old and rollout log-prob",
+    "mismatch/extreme_tau2": "share of tokens whose old and rollout probabilities are more than a factor 2 apart",
+    "routes/agreement": "share of (token, layer) pairs in which the trainer's own router would choose the engine's set",
+    "routes/replayed": "rows that were replayed, over all of the step's passes",
+    "routes/live": "rows that the trainer's own router decided, over all of the step's passes",
+    "loss": "mean loss over the step's mini-batches",
+    "reference_kl": "KL to the reference model (k3), before its weight; only with a reference model",
+    "ppo_kl": "mean of old - new log-prob over the mini-batches: how far the step moved the policy",
+    "clip_fraction": "share of tokens whose probability ratio was clipped and that gave no gradient",
+    "truncated_fraction": "share of tokens whose importance weight old / rollout was cut; only with that weight",
+    "entropy": "mean of -log-prob of the sampled tokens, in nats: an estimate of the policy's entropy",
+    "grad_norm": "norm of the gradient before clipping, mean over the mini-batches",
+    "lr": "learning rate of the step's last update",
+    "tokens": "tokens in the step's batch, prompts included",
+    "tokens_per_second": "the step's tokens by seconds/step",
+    "version": "policy version that the engine samples with after the step",
+    "seconds/rollout": "time of sampling all episodes, without seconds/reward",
+    "seconds/reward": "time in the environments and reward functions",
+    "seconds/score": "time of the old-policy (and reference) log-prob passes",
+    "seconds/update": "time of forward, backward and optimizer over all mini-batches",
+    "seconds/sync": "time to get the new weights into the engine",
+    "seconds/checkpoint": "time that the checkpoint before this step took; only where there was one",
+    "seconds/step": "time of the whole step",
+}
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl, and TensorBoard or wandb beside it where they are asked for; `sinks` says which are on.
+
+    `done` is how many steps are finished: what the file has of later ones is dropped, since they run again. The
+    settings go to config.json, for the report page.
+    """
+
+    def __init__(self, folder: pathlib.Path, logging: LoggingConfig, config: Mapping[str, Any], done: int = 0) -> None:
+        wandb = _wandb() if logging.wandb else None  # refused before anything is written
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / METRICS_FILE
+        settings = json.dumps(config, indent=2, default=str)
+        _replace(folder / CONFIG_FILE, settings + "\n")
+        kept = [line for line in read_metrics(folder) if line["step"] < done] if self._path.exists() else []
+        _replace(self._path, "".join(_line(values) for values in kept))
+        self._last_step = kept[-1]["step"] if kept else -1
+        self._file = self._path.open("a", encoding="utf-8")
+        self._tensorboard = _tensorboard(folder, done) if logging.tensorboard else None
+        self._wandb = _wandb_run(wandb, folder, logging.project, json.loads(settings)) if wandb else None
+        beside = {"tensorboard": self._tensorboard, "wandb": self._wandb}
+        self.sinks: tuple[str, ...] = ("jsonl", *(name for name, sink in beside.items() if sink is not None))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One step. A value that is not finite becomes null: JSON has no other word for it, and the name stays."""
+        _check_names(values)
+        if step <= self._last_step:
+            raise MeasureError(f"step {step} comes after step {self._last_step} in {self._path}: write each step once")
+        line = {"step": step, **{name: _plain(value) for name, value in values.items()}}
+        self._file.write(_line(line))
+        self._file.flush()  # one short write: a kill leaves the line whole or without its end
+        self._last_step = step
+        finite = {name: value for name, value in line.items() if name != "step" and value is not None}
+        if self._tensorboard is not None:
+            for name, value in finite.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"write {near[0]!r} if that is meant, or " if near else ""
+            raise MeasureError(f"{name!r} is no documented metric: {hint}give it its line in metrics.NAMES first")
+
+
+def _plain(value: Any) -> float | None:
+    """Python's own number, from whatever has one value (NumPy, a tensor)."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Written beside and renamed: a kill leaves the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _tensorboard(folder: pathlib.Path, done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=done)
+
+
+def _wandb() -> types.ModuleType:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise ConfigError(
+            "logging.wandb is on, but wandb is not installed: run `pip install wandb`, or set logging.wandb=false"
+        ) from error
+
+
+def _wandb_run(wandb: types.ModuleType, folder: pathlib.Path, project: str, config: dict[str, Any]) -> Any:
+    """The folder keeps the run's id, so that a resumed run goes on in the same curves."""
+    id_file = folder / "wandb_id.txt"
+    if not id_file.exists():
+        _replace(id_file, secrets.token_hex(8))
+    name = folder.resolve().name
+    run_id = id_file.read_text().strip()
+    return wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=config)

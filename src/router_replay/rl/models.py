@@ -1,0 +1,75 @@
+"""Models and tokenizers from folders, sharded over the ranks of a run, and their weights back out.
+
+Master weights are float32. In bfloat16, and on more than one rank, FSDP2 holds them: it shards them and casts what
+a pass needs. One rank in float32 runs the plain model.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from router_replay.errors import ConfigError
+from router_replay.rl.config import ModelConfig
+from router_replay.rl.ranks import Ranks
+from router_replay.rl.tiny_model import tiny_folder
+
+WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def model_folder(path: str) -> pathlib.Path:
+    """The folder of a model; "tiny" is ours."""
+    if path == "tiny":
+        return tiny_folder()
+    folder = pathlib.Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path is {path!r}, which is no folder with a config.json: give a folder that save_pretrained wrote, "
+            'or "tiny"'
+        )
+    return folder
+
+
+def load_tokenizer(folder: pathlib.Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+
+
+def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
+    """The model on this rank's device, whole or its share."""
+    transformers_logging.disable_progress_bar()  # the display shows progress
+    extra = {"use_kernels": True} if config.use_kernels else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **extra
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} could not be loaded as a causal language model: {error}") from error
+    if ranks.world == 1 and config.dtype == "float32":
+        return model.to(ranks.device)
+    return shard(model, config.dtype, ranks)
+
+
+def shard(model: Any, dtype: str, ranks: Ranks) -> Any:
+    """FSDP2 over all ranks, a unit per decoder layer."""
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    mesh = torch.distributed.init_device_mesh(ranks.device.type, (ranks.world,))
+    units = set(getattr(model, "_no_split_modules", None) or ())
+    model.to(ranks.device)
+    for module in [module for module in model.modules() if type(module).__name__ in units]:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def whole_state(model: Any) -> dict[str, torch.Tensor]:
+    """The float32 master weights: on the first rank all of them, on the CPU; elsewhere nothing. All ranks call this."""
+    return get_model_state_dict(model, options=WHOLE_ON_CPU)

@@ -1,0 +1,263 @@
+"""The policy that learns: log-probs of rollouts under the chosen routing, and optimizer steps on them.
+
+    scored = policy.score(mini)              # the old policy's log-probs; R2 records its routes here
+    figures = policy.update(mini, scored)    # one optimizer step, with the routes of the mode replayed
+
+`replay` decides which experts a pass uses: "off" the live ones, "r2" those of the scoring pass, "r3" the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from router_replay.batch import Batch
+from router_replay.batch.tensors import TensorRoutes
+from router_replay.errors import TrainError
+from router_replay.measure import route_agreement
+from router_replay.replay import RouterReplay, Ulysses, logprobs
+from router_replay.replay.packing import why_not_packed
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.delivery import MicroBatch, MiniBatch
+from router_replay.rl.losses import LossSums, Slots, Totals, policy_loss
+from router_replay.rl.models import load_model, model_folder
+from router_replay.rl.ranks import Ranks
+from router_replay.routes import Routes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored:
+    """What the old-policy pass found out about one micro-batch. Tensors are [slots of the whole bin]."""
+
+    old_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+    routes: Routes | TensorRoutes | None  # to replay in the update
+
+
+@dataclasses.dataclass
+class RouteCounts:
+    """Rows by where their experts came from, and (row, layer) pairs compared with the engine's choice."""
+
+    replayed: int = 0
+    live: int = 0
+    compared: float = 0.0
+    agreed: float = 0.0
+
+    @property
+    def agreement(self) -> float | None:
+        return self.agreed / self.compared if self.compared else None
+
+
+class Policy:
+    """One rank's part of the model, its optimizer, and its reference model where there is one."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
+        self._config, self._ranks = config, ranks
+        self.model = load_model(folder, config.model, ranks)
+        self.replayer = RouterReplay(self.model)
+        self.one_at_a_time = bool(why_not_packed(self.model))
+        self._ulysses = Ulysses(self.model, ranks.group) if ranks.ulysses > 1 else None
+        if config.model.gradient_checkpointing != "off":
+            reentrant = config.model.gradient_checkpointing == "reentrant"
+            self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self.updates = 0
+        self._counts = RouteCounts()
+        self._counted = self.replayer.stats
+        self._reference = _Reference(config, ranks) if config.reference.kl else None
+
+    # -- the two passes -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(self, mini: MiniBatch) -> list[Scored]:
+        """The old policy's log-probs of every micro-batch, and the reference's."""
+        self.model.eval()
+        return [self._score(micro) for micro in mini.micro]
+
+    def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
+        """One optimizer step over the mini-batch. A loss that is not finite raises before a weight is touched."""
+        config, ranks = self._config, self._ranks
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = Totals(mini.tokens, mini.sequences, config.rollout.max_tokens * config.rollout.max_turns)
+        loss_sum, sums = torch.zeros((), device=ranks.device), None
+        for micro, old in zip(mini.micro, scored, strict=True):
+            with self._replaying(micro, old.routes):
+                slots = _slots(self._logprobs(micro), micro.whole, old, ranks.device)
+                loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
+                (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
+            loss_sum = loss_sum + loss.detach()
+            sums = found if sums is None else sums + found
+        assert sums is not None
+        figures = self._summed(loss_sum, sums)
+        self._refuse_not_finite("loss", figures["loss"])
+        figures["grad_norm"] = self._clip()
+        self._refuse_not_finite("grad_norm", figures["grad_norm"])
+        figures["lr"] = self._step()
+        return figures
+
+    def route_counts(self) -> RouteCounts:
+        """Of all passes since the last call, over all ranks. Waits for the device, so once a step."""
+        counts, self._counts = self._counts, RouteCounts()
+        stats, before = self.replayer.stats, self._counted
+        self._counted, found = stats, stats.since(before)
+        if found.agreement is not None:
+            counts.compared += found.rows_compared * len(found.agreement)
+            counts.agreed += found.rows_compared * sum(found.agreement)
+        sums = [counts.replayed + found.rows_replayed[0], counts.live + found.rows_live[0], counts.compared]
+        summed = self._ranks.sum(torch.tensor([*sums, counts.agreed], dtype=torch.float64, device=self._ranks.device))
+        replayed, live, compared, agreed = summed.tolist()
+        return RouteCounts(int(replayed), int(live), compared, agreed)
+
+    def _score(self, micro: MicroBatch) -> Scored:
+        routes: Routes | TensorRoutes | None = micro.routes
+        if self._config.replay == "r3":
+            with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
+                old = self._logprobs(micro)
+        else:
+            with self.replayer.record() as recording, self._replaying(micro, None):
+                old = self._logprobs(micro)
+            if self._config.trainer.agreement and micro.routes is not None and micro.routes.captured.any():
+                self._compare(micro.routes, recording.routes)
+            routes = recording.tensors if self._config.replay == "r2" else None
+        reference = None if self._reference is None else self._reference.logprobs(micro, routes)
+        return Scored(old, reference, routes)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        return whole_logprobs(self.model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
+
+    @contextlib.contextmanager
+    def _replaying(
+        self, micro: MicroBatch, routes: Routes | TensorRoutes | None, agreement: bool = False
+    ) -> Iterator[None]:
+        """The block of one pass; live where there are no routes to replay."""
+        local = micro.local(self._ranks)
+        if routes is None:
+            self._counts.live += len(local)
+            yield
+            return
+        on_missing = self._config.rollout.on_missing
+        with self.replayer.replay(routes, on_missing=on_missing, loss_mask=local.label_mask, agreement=agreement):
+            yield
+
+    def _compare(self, engine: Routes, own: Routes) -> None:
+        found = route_agreement(engine, own)
+        pairs = found.rows * len(found.per_layer)
+        self._counts.compared += pairs
+        self._counts.agreed += pairs * found.overall
+
+    def _summed(self, loss: torch.Tensor, sums: LossSums) -> dict[str, float]:
+        """Means over the mini-batch, over all ranks. Ranks that share sequences all computed the same loss."""
+        ranks = self._ranks
+        names = [field.name for field in dataclasses.fields(sums)]
+        values = torch.stack([loss, *(getattr(sums, name).to(loss.dtype) for name in names)])
+        values = ranks.sum(values if ranks.piece == 0 else torch.zeros_like(values))
+        total, *rest = values.tolist()
+        by_name = dict(zip(names, rest, strict=True))
+        tokens = max(1.0, by_name["tokens"])
+        return {
+            "loss": total,
+            "ppo_kl": by_name["ppo_kl"] / tokens,
+            "clip_fraction": by_name["clipped"] / tokens,
+            "entropy": by_name["entropy"] / tokens,
+            "reference_kl": by_name["kl"] / tokens,
+            "truncated_fraction": by_name["truncated"] / tokens,
+        }
+
+    def _clip(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _step(self) -> float:
+        optimizer = self._config.optimizer
+        rate = optimizer.lr * min(1.0, (self.updates + 1) / max(1, optimizer.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.updates += 1
+        return rate
+
+    def _refuse_not_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise TrainError(
+                f"{name} is {value} at optimizer step {self.updates}; the weights were not touched by this step. "
+                "A lower optimizer.lr, a lower optimizer.max_grad_norm or loss.truncated_importance may help"
+            )
+
+
+class _Reference:
+    """A frozen model beside the policy; nothing of the one touches the other."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self._model = load_model(model_folder(config.reference.path or config.model.path), config.model, ranks)
+        self._model.requires_grad_(False).eval()
+        self._replayer = RouterReplay(self._model)
+        self._ulysses = Ulysses(self._model, ranks.group) if ranks.ulysses > 1 else None
+
+    def logprobs(self, micro: MicroBatch, routes: Routes | TensorRoutes | None) -> torch.Tensor:
+        replay = self._config.reference.replay and routes is not None
+        block: Any = self._replayer.replay(routes, on_missing="live") if replay else contextlib.nullcontext()
+        with block:
+            return whole_logprobs(self._model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
+
+
+def whole_logprobs(
+    model: Any, micro: MicroBatch, ranks: Ranks, ulysses: Ulysses | None, temperature: float
+) -> torch.Tensor:
+    """The log-prob of every label of the bin, also where this rank computed a piece of it only."""
+    local = dataclasses.replace(micro.local(ranks), routes=None)
+    if ulysses is None:
+        return logprobs(model, local, temperature=temperature)
+    arguments = ulysses.arguments(micro.whole)
+    piece = logprobs(model, local, temperature=temperature, **arguments)
+    ulysses.check(arguments)
+    return _Gather.apply(piece, ranks)
+
+
+class _Gather(torch.autograd.Function):
+    """Pieces of a bin into the whole of it, on every rank that shares it.
+
+    Each of them computes the same loss over the whole, and takes back the gradient of its own piece alone: together
+    they give every gradient once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.start, ctx.length = ranks.piece * len(piece), len(piece)
+        pieces = [torch.empty_like(piece) for _ in range(ranks.ulysses)]
+        dist.all_gather(pieces, piece.contiguous(), group=ranks.group)
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0][ctx.start : ctx.start + ctx.length], None
+
+
+def _slots(now: torch.Tensor, whole: Batch, old: Scored, device: torch.device) -> Slots:
+    def tensor(name: str) -> torch.Tensor:
+        return torch.from_numpy(getattr(whole, name).copy()).to(device)
+
+    return Slots(
+        logprobs=now,
+        old_logprobs=old.old_logprobs,
+        rollout_logprobs=tensor("label_logprobs"),
+        advantages=tensor("label_advantages"),
+        mask=tensor("label_mask"),
+        sequences=tensor("sample_ids"),
+        reference_logprobs=old.reference_logprobs,
+    )

@@ -1,0 +1,106 @@
+"""Which process this is, and how the processes of a run share the work.
+
+`torchrun --nproc-per-node N` starts N of them; without it there is one. With Ulysses over P, ranks
+[0, P) share each sequence of the first replica, [P, 2P) those of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from router_replay.errors import ConfigError
+from router_replay.rl.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process among `world`. `group` holds the ranks that share this rank's sequences; None where it is alone."""
+
+    rank: int
+    world: int
+    ulysses: int
+    device: torch.device
+    group: Any = None
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.ulysses
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.ulysses
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its replica's sequences this rank holds."""
+        return self.rank % self.ulysses
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def scatter(self, parts: list[Any] | None) -> Any:
+        """The first rank gives one object for every rank; each gets its own and no other."""
+        if self.world == 1:
+            assert parts is not None
+            return parts[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, parts)
+        return mine[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, on the first rank; nothing elsewhere."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world if self.is_first else None
+        dist.gather_object(value, values)
+        return values or []
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(config: TrainConfig) -> Ranks:
+    """Take this process's place. A single process needs a group too where FSDP2 keeps its master weights."""
+    world, rank = world_size(), int(os.environ.get("RANK", "0"))
+    device = _device(config.model.device)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    elif config.model.dtype != "float32" and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    size, group = config.trainer.ulysses, None
+    if size > 1:
+        for first in range(0, world, size):  # every rank must take part in making every group
+            members = list(range(first, first + size))
+            made = dist.new_group(members)
+            group = made if rank in members else group
+    return Ranks(rank, world, size, device, group)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('model.device is "cuda", but torch sees no GPU here')
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

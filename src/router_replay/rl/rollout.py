@@ -1,0 +1,152 @@
+"""Rollouts: environments ask, the engine answers, and every episode's responses are stitched into trajectories.
+
+All episodes take their turns together: one batch of requests per turn. The same seeds then give the same batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from router_replay.engines.base import Completion, Engine, Request, Sampling
+from router_replay.errors import EngineError, RewardError, RouterReplayError
+from router_replay.rl.config import RolloutConfig
+from router_replay.rl.environments.base import Environment, Task, Turn
+from router_replay.stitch import Trajectory
+
+
+@dataclasses.dataclass(eq=False)
+class Episode:
+    """One environment played to its end. An environment that rewrote its history has several trajectories."""
+
+    number: int
+    group: int
+    problem: int
+    environment: Environment
+    prompt: tuple[int, ...]
+    trajectories: list[Trajectory]
+    reward: float = 0.0
+    turns: int = 0
+    done: bool = False
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
+
+
+class Rollout:
+    """The episodes of one training step. What was played stays in `episodes` when something raises."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        problems: Sequence[int],
+        config: RolloutConfig,
+        *,
+        max_length: int,
+        seed: Sequence[int],
+    ) -> None:
+        self._engine, self._task, self._config = engine, task, config
+        self._max_length = max_length
+        self._seed = seed
+        self.seconds_in_environments = 0.0
+        self.episodes: list[Episode] = []
+        for group, problem in enumerate(problems):
+            for _ in range(config.group):
+                self.episodes.append(self._reset(group, problem))
+
+    def run(self) -> list[Episode]:
+        for turn in range(self._config.max_turns):
+            waiting = [episode for episode in self.episodes if not episode.done and self._room(episode)]
+            if not waiting:
+                break
+            requests = self._first_requests() if turn == 0 else [self._request(e, turn) for e in waiting]
+            completions = self._engine.generate(requests)
+            if len(completions) != len(waiting):
+                raise EngineError(f"{len(waiting)} episodes asked, {len(completions)} completions came")
+            prompts = [request.token_ids for request in requests for _ in range(request.sampling.n)]
+            for episode, prompt, completion in zip(waiting, prompts, completions, strict=True):
+                self._take(episode, prompt, completion)
+        return self.episodes
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def _reset(self, group: int, problem: int) -> Episode:
+        environment = self._task.environment()
+        prompt = tuple(int(token) for token in environment.reset(problem))
+        episode = Episode(len(self.episodes), group, problem, environment, prompt, [Trajectory(self._engine.spec)])
+        if not self._room(episode):
+            raise RewardError(
+                f"problem {problem}: its prompt of {len(prompt)} tokens leaves no room for an answer: "
+                f"engine.max_length is {self._max_length}"
+            )
+        if self.episodes and self.episodes[-1].group == group and self.episodes[-1].prompt != prompt:
+            raise RewardError(f"problem {problem}: reset gave two different prompts for one problem number")
+        return episode
+
+    def _room(self, episode: Episode) -> int:
+        return max(0, min(self._config.max_tokens, self._max_length - len(episode.prompt)))
+
+    def _first_requests(self) -> list[Request]:
+        """One request per group: its episodes start from one prompt, which is then computed once."""
+        return [self._request(episode, 0, n=self._config.group) for episode in self.episodes[:: self._config.group]]
+
+    def _request(self, episode: Episode, turn: int, n: int = 1) -> Request:
+        sampling = Sampling(
+            max_tokens=self._room(episode),
+            temperature=self._config.temperature,
+            seed=seed_of(*self._seed, episode.number, turn),
+            stop_token_ids=self._task.stop_token_ids,
+            n=n,
+        )
+        start = episode.trajectories[-1].start_for(episode.prompt) if self._engine.capabilities.prompt_start else 0
+        return Request(episode.prompt, sampling, routes_start=start)
+
+    # -- taking ---------------------------------------------------------------------------------
+
+    def _take(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
+        if completion.finish_reason == "abort":
+            raise EngineError(f"{completion.request_id}: the engine aborted a rollout that nobody stopped")
+        current = episode.trajectories[-1]
+        taken = current.append(
+            prompt,
+            completion.token_ids,
+            completion.logprobs,
+            completion.routes,
+            completion.start,
+            branch=True,
+        )
+        if taken is not current:
+            episode.trajectories.append(taken)
+        turn = self._step(episode, completion.token_ids.tolist())
+        episode.reward += turn.reward
+        episode.turns += 1
+        episode.done = turn.done
+        so_far = (*prompt, *completion.token_ids.tolist())
+        episode.prompt = turn.prompt if turn.prompt is not None else (*so_far, *turn.observation)
+
+    def _step(self, episode: Episode, tokens: list[int]) -> Turn:
+        started = time.perf_counter()
+        try:
+            turn = episode.environment.step(tokens)
+        except RouterReplayError:
+            raise
+        except Exception as error:
+            name = type(episode.environment).__name__
+            raise RewardError(
+                f"problem {episode.problem}, turn {episode.turns}: {name}.step raised {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self.seconds_in_environments += time.perf_counter() - started
+        if not np.isfinite(turn.reward):
+            raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward}")
+        return turn
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed for one request, unrelated to those of its neighbours: engines add the sample's number to it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1

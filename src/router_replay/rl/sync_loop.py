@@ -1,0 +1,291 @@
+"""The synchronous loop: rollout, reward, advantage, old log-probs, mini-batch updates, weight sync; again.
+
+Every rank runs it. The first rank also has the engine, the environments and the files. Read `SyncLoop.run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from router_replay.engines.base import Engine
+from router_replay.errors import ConfigError, RouterReplayError, TrainError
+from router_replay.measure import logprob_gap
+from router_replay.rl import checkpoints, delivery, ranks
+from router_replay.rl.checkpoints import Progress
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.config_checks import check_config
+from router_replay.rl.delivery import MiniBatch
+from router_replay.rl.display import Display, Quiet
+from router_replay.rl.engine_start import start_engine
+from router_replay.rl.environments import make_task
+from router_replay.rl.episodes import episode_figures, samples_of, save_episodes
+from router_replay.rl.interrupts import Interrupts
+from router_replay.rl.metrics import MetricsWriter
+from router_replay.rl.models import load_tokenizer, model_folder, whole_state
+from router_replay.rl.policy import Policy, Scored
+from router_replay.rl.ranks import Ranks
+from router_replay.rl.rollout import Episode, Rollout
+from router_replay.rl.weights import WeightSync
+
+CHECKPOINT = "seconds/checkpoint"  # is told in the line of the step after it
+
+
+def train(config: TrainConfig, resume: bool = False) -> Progress:
+    """Run to the end, or raise with what there is saved. One call per process; torchrun makes several."""
+    warnings = check_config(config, ranks.world_size())
+    here = ranks.join(config)
+    try:
+        with SyncLoop(config, here, resume, warnings) as loop:
+            return loop.run()
+    finally:
+        ranks.leave()
+
+
+class SyncLoop:
+    """One rank's side of a run, from its start to its last checkpoint."""
+
+    def __init__(self, config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str] = ()) -> None:
+        self._config, self._ranks = config, here
+        self._closing = contextlib.ExitStack()
+        checkpoint = self._checkpoint_to_resume(resume)
+        self.progress = Progress() if checkpoint is None else checkpoints.read_progress(checkpoint)
+        folder = checkpoint or model_folder(config.model.path)
+        self._tokenizer = load_tokenizer(folder)
+        title = f"{config.output.name}: replay {config.replay}"
+        self._display: Display | Quiet = Quiet()
+        if here.is_first:
+            self._display = Display(config.steps, title, done=self.progress.step)
+        self._closing.enter_context(self._display)
+        with self._end_on_error():
+            for warning in warnings:
+                self._display.note(warning)
+            self._display.phase("loading the model")
+            self.policy = Policy(config, here, folder)
+            if checkpoint is not None:
+                checkpoints.restore(self.policy, checkpoint)
+            self._rollout: Rollout | None = None
+            self._seconds: dict[str, float] = {}
+            self._saved = self.progress.step if checkpoint is not None else None
+            state = whole_state(self.policy.model)
+            if here.is_first:
+                self._start_first_rank(state)
+
+    def _start_first_rank(self, state: dict[str, Any]) -> None:
+        config = self._config
+        self._display.phase("starting the engine")
+        self._task = make_task(config.environment, self._tokenizer, config.seed)
+        self._writer = self._closing.enter_context(
+            MetricsWriter(config.output, config.logging, config.model_dump(mode="json"), done=self.progress.step)
+        )
+        self._sync = WeightSync(config.engine, self.policy.model, self.policy.replayer.router_names)
+        self._closing.callback(self._sync.close)
+        exported = self._sync.export(state, self.progress.version)
+        self.engine: Engine = self._closing.enter_context(
+            start_engine(config, exported, self.policy.replayer.spec, self.progress.version)
+        )
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> Progress:
+        config, policy = self._config, self.policy
+        with Interrupts(at_once=self._ranks.world == 1) as interrupts, self._saving_on_failure():
+            while self.progress.step < config.steps:
+                started = time.perf_counter()
+                self._seconds = {name: value for name, value in self._seconds.items() if name == CHECKPOINT}
+                minis = self._from_first(lambda: self._plan(self._play(self.progress.step)))
+                with self._phase("score"):
+                    scored = [policy.score(mini) for mini in minis]
+                with interrupts.held():
+                    with self._phase("update"):
+                        figures = [policy.update(mini, old) for mini, old in zip(minis, scored, strict=True)]
+                    self.progress = self._next(self.progress)
+                    with self._phase("sync"):
+                        self._push()
+                    # Before the checkpoint: a step that need not run again has its line, whenever the run is killed.
+                    self._report(figures, minis, scored, time.perf_counter() - started)
+                    self._seconds = {}
+                    if config.checkpoint.every and self.progress.step % config.checkpoint.every == 0:
+                        self._save()
+                if self._ranks.any(interrupts.asked):
+                    raise KeyboardInterrupt
+            if self._saved != self.progress.step:
+                self._save()
+        return self.progress
+
+    def _play(self, step: int) -> list[Episode]:
+        """The first rank: rollouts of this step's problems."""
+        config, first = self._config, self.progress.problem
+        problems = [
+            number % self._task.problems if self._task.problems else number
+            for number in range(first, first + config.rollout.prompts)
+        ]
+        with self._phase("rollout"):
+            self._rollout = Rollout(
+                self.engine,
+                self._task,
+                problems,
+                config.rollout,
+                max_length=config.engine.max_length,
+                seed=(config.seed, step),
+            )
+            episodes = self._rollout.run()
+        self._seconds["seconds/reward"] = self._rollout.seconds_in_environments
+        self._seconds["seconds/rollout"] -= self._rollout.seconds_in_environments
+        return episodes
+
+    def _plan(self, episodes: list[Episode]) -> list[list[MiniBatch]]:
+        """The first rank: advantages, mini-batches, and the share of every rank."""
+        config = self._config
+        wanted = config.replay == "r3" or (config.trainer.agreement and self.engine.capabilities.routes)
+        samples, numbers = samples_of(episodes, config, wanted)
+        parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, self.progress.step))
+        on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # else only for comparing
+        return delivery.plan(parts, self._ranks, config.trainer.max_tokens, on_missing, self.policy.one_at_a_time)
+
+    def _next(self, progress: Progress) -> Progress:
+        return Progress(
+            step=progress.step + 1,
+            version=progress.version + 1,
+            problem=progress.problem + self._config.rollout.prompts,
+            updates=self.policy.updates,
+        )
+
+    def _push(self) -> None:
+        state = whole_state(self.policy.model)
+        if self._ranks.is_first:
+            self._sync.push(self.engine, state, self.progress.version)
+
+    def _save(self) -> None:
+        with self._phase("checkpoint"):
+            output, keep = self._config.output, self._config.checkpoint.keep
+            checkpoints.save(self.policy, self.progress, self._tokenizer, output, keep, self._ranks)
+        self._saved = self.progress.step
+
+    # -- what is seen ---------------------------------------------------------------------------
+
+    def _report(
+        self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]], seconds: float
+    ) -> None:
+        counts = self.policy.route_counts()
+        gaps = self._ranks.gather(_differences(minis, scored) if self._ranks.piece == 0 else None)
+        if not self._ranks.is_first:
+            return
+        assert self._rollout is not None
+        old, rollout = (np.concatenate([pair[side] for pair in gaps if pair is not None]) for side in (0, 1))
+        gap = logprob_gap(old, rollout)
+        values = episode_figures(self._rollout.episodes)
+        values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
+        values |= {
+            "mismatch/k1": gap.k1,
+            "mismatch/k3": gap.k3,
+            "mismatch/abs_mean": gap.abs_mean,
+            "mismatch/abs_max": gap.abs_max,
+            "mismatch/extreme_tau2": gap.extreme(2.0),
+            "routes/replayed": counts.replayed,
+            "routes/live": counts.live,
+            "lr": figures[-1]["lr"],
+            "version": self.progress.version,
+            **self._seconds,
+            "seconds/step": seconds,
+            "tokens_per_second": values["tokens"] / seconds,
+        }
+        if counts.agreement is not None:
+            values["routes/agreement"] = counts.agreement
+        if not self._config.reference.kl:
+            del values["reference_kl"]
+        if not self._config.loss.truncated_importance:
+            del values["truncated_fraction"]
+        self._writer.write(self.progress.step - 1, values)
+        self._display.step(self.progress.step - 1, values)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._display.phase(name)
+        started = time.perf_counter()
+        yield
+        self._seconds[f"seconds/{name}"] = time.perf_counter() - started
+
+    # -- when something goes wrong --------------------------------------------------------------
+
+    def _from_first(self, make: Callable[[], list[list[MiniBatch]]]) -> list[MiniBatch]:
+        """What `make` gives on the first rank, each rank its share; what it raises there ends every rank."""
+        plans, failure = None, None
+        if self._ranks.is_first:
+            try:
+                plans = make()
+            except BaseException as error:
+                failure = error
+        if self._ranks.any(failure is not None):
+            raise failure or TrainError("the first rank could not make its rollouts; its message says why")
+        return delivery.deliver(plans, self._ranks)
+
+    @contextlib.contextmanager
+    def _saving_on_failure(self) -> Iterator[None]:
+        """Nothing is lost: the state before the step is saved, and the step's rollouts where there are any."""
+        try:
+            yield
+        except (KeyboardInterrupt, RouterReplayError) as error:
+            saved = self._save_what_there_is()
+            if isinstance(error, KeyboardInterrupt):
+                raise TrainError(f"stopped at step {self.progress.step}; {saved}; go on with --resume") from error
+            raise type(error)(f"step {self.progress.step}: {error}\n{saved}; go on with --resume") from error
+
+    def _save_what_there_is(self) -> str:
+        output, step = self._config.output, self.progress.step
+        said = []
+        touched = self.policy.updates != self.progress.updates
+        if touched:  # weights of half a step: kept apart, and not what --resume takes
+            where = output / "failed" / f"step_{step:06}"
+            half = dataclasses.replace(self.progress, updates=self.policy.updates)
+            checkpoints.save(self.policy, half, self._tokenizer, where, 1, self._ranks)
+            last = checkpoints.latest(output)
+            said.append(f"weights in the middle of the step are in {where}, the last whole checkpoint is {last}")
+        else:
+            if self._saved != step:
+                self._save()
+            said.append(f"the state is saved in {checkpoints.latest(output)}")
+        if self._ranks.is_first and self._rollout is not None and self._rollout.episodes:
+            path = output / "failed" / f"step_{step:06}" / "rollouts.jsonl"
+            save_episodes(self._rollout.episodes, path)
+            said.append(f"the rollouts of the step are in {path}")
+        return ", ".join(said)
+
+    def _checkpoint_to_resume(self, resume: bool) -> Any:
+        output = self._config.output
+        found = checkpoints.latest(output)
+        if resume:
+            return found
+        if found is not None:
+            raise ConfigError(f"{output} holds a run already ({found}): pass --resume to go on, or set another output")
+        return None
+
+    @contextlib.contextmanager
+    def _end_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def __enter__(self) -> SyncLoop:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
+
+
+def _differences(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> tuple[np.ndarray, np.ndarray]:
+    """Old and rollout log-probs of the tokens that bear loss."""
+    old, rollout = [], []
+    for mini, marks in zip(minis, scored, strict=True):
+        for micro, mark in zip(mini.micro, marks, strict=True):
+            mask = micro.whole.label_mask
+            old.append(mark.old_logprobs.cpu().numpy()[mask])
+            rollout.append(micro.whole.label_logprobs[mask])
+    return np.concatenate(old), np.concatenate(rollout)

@@ -1,0 +1,153 @@
+"""The models of `router-replay make-model`: what they are, their tokenizer, and where the ready tiny one lies.
+
+    folder = tiny_folder()                               # models/tiny of a checkout, else made once in a cache
+    model = AutoModelForCausalLM.from_pretrained(folder)
+
+A Qwen3-MoE with a character tokenizer, taught a little by `warm_start.py`. Ten layers and a policy that is still
+uncertain make the effect of replay visible; a shallow or a nearly perfect model hides it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any, Literal
+
+from router_replay.errors import ConfigError
+
+Size = Literal["tiny", "gpu"]
+STAMP = "recipe.json"
+REVISION = 1
+"""Part of the stamp: raised when the code that trains changes what comes out."""
+PAD, END = "<|pad|>", "<|end|>"
+CHARACTERS = "0123456789+-*=?<>[]!"
+# Messages are joined as they are: the tiny model knows no roles.
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what model comes out."""
+
+    layers: int = 10
+    width: int = 96
+    heads: int = 4
+    key_value_heads: int = 2
+    head_dim: int = 32
+    """vLLM's attention on the CPU knows 32, and not 24."""
+    experts: int = 56
+    """64 of this width would be more than the 12 MB that the ready model may have in the repository."""
+    top_k: int = 8
+    expert_width: int = 32
+    """vLLM's experts on the CPU want multiples of 32 here and for the width."""
+    digits: int = 2
+    """Of the operands."""
+    steps: int = 400
+    """The most; the learning rate falls to 0 over them."""
+    target: float = 0.56
+    """Stop when a sampled answer to an addition is right with this probability; a step later it is rather more."""
+    window: int = 2
+    """Steps over which that probability is averaged."""
+    learning_rate: float = 2e-3
+    warmup: int = 10
+    additions: int = 208
+    """Examples of the arithmetic environment per step."""
+    calculations: int = 48
+    """Episodes of the calculator environment per step."""
+    aux_loss: float = 0.01
+    """Weight of the load-balancing loss."""
+    max_grad_norm: float = 1.0
+    save_every: int = 25
+    """Steps between two states that an interrupted run can go on from."""
+    seed: int = 0
+
+    @property
+    def digest(self) -> str:
+        fields = dataclasses.asdict(self)
+        del fields["save_every"]  # how often it is saved does not change the model
+        text = json.dumps({"revision": REVISION, **fields}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny": Recipe(),
+    "gpu": Recipe(
+        layers=16, width=1024, heads=16, key_value_heads=4, head_dim=64, experts=64, expert_width=128, digits=3,
+        steps=3000, learning_rate=3e-4, warmup=100, additions=832, calculations=192, save_every=500,
+    ),
+}  # fmt: skip
+
+
+def recipe_for(size: str, *, steps: int | None = None, digits: int | None = None, seed: int | None = None) -> Recipe:
+    if size not in RECIPES:
+        raise ConfigError(f"size must be one of {sorted(RECIPES)}, got {size!r}")
+    changes = {"steps": steps, "digits": digits, "seed": seed}
+    for name, value in changes.items():
+        if value is not None and value < (name != "seed"):
+            raise ConfigError(f"{name} must be at least {int(name != 'seed')}, got {value}")
+    return dataclasses.replace(RECIPES[size], **{name: value for name, value in changes.items() if value is not None})
+
+
+def make_tokenizer() -> Any:
+    """One token per character. There is no token for others: text that has one is refused, not altered."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate([PAD, END, *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token=PAD, eos_token=END, chat_template=_CHAT_TEMPLATE, model_max_length=512
+    )
+
+
+def make_config(recipe: Recipe) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=len(CHARACTERS) + 2, hidden_size=recipe.width, intermediate_size=recipe.width * 2,
+        moe_intermediate_size=recipe.expert_width, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, num_key_value_heads=recipe.key_value_heads, head_dim=recipe.head_dim,
+        num_experts=recipe.experts, num_experts_per_tok=recipe.top_k, norm_topk_prob=True,
+        router_aux_loss_coef=recipe.aux_loss, max_position_embeddings=512, tie_word_embeddings=False,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+
+
+def read_stamp(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What `make_model` wrote about itself; None where the folder is not one of its models."""
+    try:
+        stamp = json.loads((folder / STAMP).read_text())
+    except (OSError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) and "digest" in stamp else None
+
+
+def is_made(folder: pathlib.Path, recipe: Recipe) -> bool:
+    """Whether the folder holds the finished model of this recipe."""
+    return (read_stamp(folder) or {}).get("digest") == recipe.digest
+
+
+def tiny_folder() -> pathlib.Path:
+    """The ready tiny model of a checkout, or one in the cache, made when it is first asked for (some minutes)."""
+    recipe = RECIPES["tiny"]
+    ready = pathlib.Path(__file__).parents[3] / "models" / "tiny"
+    if is_made(ready, recipe):
+        return ready
+    made = cache_folder() / f"tiny-{recipe.digest[:12]}"  # another version of this package finds its own
+    if is_made(made, recipe):
+        return made
+    from router_replay.rl.warm_start import make_model
+    from router_replay.rl.warm_start_display import shown
+
+    with shown("making tiny, once") as progress:
+        return make_model(made, "tiny", progress=progress)
+
+
+def cache_folder() -> pathlib.Path:
+    named = os.environ.get("ROUTER_REPLAY_CACHE")
+    return pathlib.Path(named) if named else pathlib.Path.home() / ".cache" / "router-replay"

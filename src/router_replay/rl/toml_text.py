@@ -1,0 +1,68 @@
+"""TOML as text: a file, one value of a command line, and the way back, which the standard library lacks.
+
+read_value("[1, 2]")        # [1, 2]
+read_value("off")           # "off": what is no TOML value is text
+write_value({"a": [0.5]})   # '{a = [0.5]}'
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from router_replay.errors import ConfigError
+
+
+def read_file(path: pathlib.Path) -> dict[str, Any]:
+    """The file's tree, or ConfigError with the file and the line that is not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{path}: expected UTF-8, got byte {byte:#04x} at offset {error.start}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        end = f"at line {len(text.splitlines())}, the end of the file"
+        raise ConfigError(f"{path}: not TOML: {str(error).replace('at end of document', end)}") from None
+
+
+def read_value(text: str) -> Any:
+    """One value as TOML writes it. A bare word is text; what begins like a list, a table or a quote must be one."""
+    try:
+        tree = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(("[", "{", '"', "'")):
+            raise ConfigError(f"expected a TOML value, got {text} ({error})") from None
+        return text
+    return tree["value"] if len(tree) == 1 else text  # with a line break the text may hold further keys
+
+
+def write_value(value: Any, place: str = "the value") -> str:
+    """One value as TOML on one line; ConfigError names `place` where TOML has no such value, as for None."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str() | pathlib.PurePath():
+            # A JSON string is a TOML string, but for the delete character, which TOML wants escaped.
+            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return "[" + ", ".join(write_value(item, place) for item in value) + "]"
+        case Mapping():
+            items = [f"{_key(key)} = {write_value(item, f'{place}.{key}')}" for key, item in value.items()]
+            return "{" + ", ".join(items) + "}"
+    raise ConfigError(f"{place}: expected text, a number, true or false, a list or a table, got {value!r}")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else write_value(key)

@@ -1,0 +1,35 @@
+"""What the making of a model looks like in a terminal; on stderr, so that a command's output stays its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich import progress
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from router_replay.rl.warm_start import Progress
+
+
+@contextlib.contextmanager
+def shown(title: str) -> Iterator[Callable[[Progress], None]]:
+    """A progress line while the block lasts; yields what `make_model(progress=...)` calls after each step."""
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.MofNCompleteColumn(),
+        progress.BarColumn(bar_width=12),
+        progress.TextColumn("{task.fields[figures]}"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("<"),  # it may be right often enough before the last step
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as display:
+        task = display.add_task(title, total=None, figures="")
+
+        def show(now: Progress) -> None:
+            figures = f"right {now.additions:.0%}, calculator {now.calculations:.0%}"
+            display.update(task, completed=now.step, total=now.steps, figures=figures)
+
+        yield show

@@ -1,0 +1,126 @@
+"""The policy's weights on their way into the engine: cast, rounded as FP8 rollouts are, and swapped in.
+
+The embedded engine takes the tensors themselves, vLLM in this process reads them from shared memory, a server from a
+Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from router_replay.engines.base import Engine
+from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
+from router_replay.errors import EngineError
+from router_replay.rl.config import EngineConfig
+
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+PREFIX = "router-replay-"
+BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
+LARGEST = 448.0  # of float8_e4m3
+
+
+class WeightSync:
+    """Gives an engine each new version of the policy. The first rank has one."""
+
+    def __init__(self, config: EngineConfig, model: Any, routers: frozenset[str]) -> None:
+        self._config, self._model, self._routers = config, model, routers
+        self._segment: SharedWeights | None = None
+        self._fits_shared_memory = True
+        sweep(SHARED_MEMORY)
+        bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+        where = _roomy(config.weights, bytes_of_two)
+        self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+
+    def export(self, state: Mapping[str, torch.Tensor], version: int) -> pathlib.Path:
+        """A folder with the weights as the engine should have them; it stays until the next version is there."""
+        folder = self._root / f"version_{version}"
+        self._model.save_pretrained(folder, state_dict=self.for_engine(state))
+        return folder
+
+    def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
+        kind = self._config.kind
+        if kind == "embedded":
+            engine.update_weights(self.for_engine(state), version)  # type: ignore[arg-type]
+        elif kind == "vllm" and (segment := self._shared(state)) is not None:
+            engine.update_weights(segment, version)  # type: ignore[arg-type]
+        else:
+            engine.update_weights(str(self.export(state, version)), version)
+        for old in self._root.glob("version_*"):
+            if old.name != f"version_{version}":
+                shutil.rmtree(old)
+
+    def for_engine(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        dtype = getattr(torch, self._config.dtype)
+        rounded = self._config.quantise == "fp8"
+        return {
+            name: (fp8_rounded(tensor) if rounded and self._is_quantised(name, tensor) else tensor).to(dtype)
+            for name, tensor in state.items()
+        }
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _shared(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
+        """One segment for the whole run; None where shared memory has no room for it (a container's 64 MB)."""
+        if not self._fits_shared_memory:
+            return None
+        tensors = checkpoint_tensors(self._model, self.for_engine(state))
+        if self._segment is not None:
+            self._segment.write(tensors)
+            return self._segment
+        try:
+            self._segment = share(tensors)
+        except EngineError:
+            self._fits_shared_memory = False
+        return self._segment
+
+    def _is_quantised(self, name: str, tensor: torch.Tensor) -> bool:
+        """The matrices of attention and experts; as in FP8 checkpoints, not routers, norms, embeddings and the head."""
+        kept = any(name.startswith(f"{router}.") for router in self._routers) or "embed" in name or "lm_head" in name
+        return tensor.ndim >= 2 and not kept
+
+
+def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """Round to float8_e4m3 with one scale per 128 x 128 block of the last two dimensions, and back."""
+    rows, columns = tensor.shape[-2:]
+    out = torch.empty_like(tensor, dtype=torch.float32)
+    for row in range(0, rows, BLOCK):
+        for column in range(0, columns, BLOCK):
+            place = (..., slice(row, row + BLOCK), slice(column, column + BLOCK))
+            block = tensor[place].float()
+            scale = block.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-12) / LARGEST
+            out[place] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+    return out
+
+
+def sweep(folder: pathlib.Path) -> None:
+    """Remove what runs that were killed left in memory: it is named after a process that is no more."""
+    for left in folder.glob(f"{PREFIX}*"):
+        process = left.name.removeprefix(PREFIX).partition("-")[0]
+        if not process.isdigit() or pathlib.Path("/proc", process).exists():
+            continue
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _roomy(wanted: str, needed: int) -> str | None:
+    """The folder that was asked for, shared memory where it has room, or the system's place for temporary files."""
+    if wanted:
+        pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
+        return wanted
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(SHARED_MEMORY).free > needed:
+            return str(SHARED_MEMORY)
+    return None

@@ -1,0 +1,14 @@
+"""Reward functions that the tests name in their configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def sevens(prompt: str, completion: str, answer: Any) -> float:
+    """A random model gets different rewards from it, so that there is something to learn."""
+    return completion.count("7") + 0.1 * len(completion)
+
+
+def breaks(prompt: str, completion: str, answer: Any) -> float:
+    raise KeyError("the grader fell over")

@@ -1,0 +1,328 @@
+"""The settings of a run: what is read, what is printed, and what is refused with which words."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_replay.errors import ConfigError
+from router_replay.rl.config import Block, LossConfig, TrainConfig, load_config, to_toml
+from router_replay.rl.config_checks import check_config
+
+
+def problems_of(path: pathlib.Path | None, settings: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as info:
+        load_config(path, settings)
+    return str(info.value).splitlines()
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config(None) == TrainConfig()
+
+
+def test_settings_change_what_the_file_says_and_the_last_one_wins(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('replay = "r2"\nsteps = 7\n[optimizer]\nlr = 1e-3\nbetas = [0.8, 0]\n')
+    config = load_config(file, ["optimizer.lr=1e-5", "steps=8", "steps=9", "output=a/b"])
+    assert (config.replay, config.steps, config.output) == ("r2", 9, pathlib.Path("a/b"))
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, (0.8, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3.0", 3.0),
+        ("true", True),
+        ("word", "word"),
+        ("True", "True"),
+        ('"3"', "3"),
+        ("/a/b c", "/a/b c"),
+        ("a=b", "a=b"),
+        ("", ""),
+        (" 3 ", 3),
+        ("[1, 'x']", [1, "x"]),
+        ("{a.b = 1}", {"a": {"b": 1}}),
+        ("1\nx = 2", "1\nx = 2"),
+    ],
+)
+def test_a_setting_is_a_toml_value_or_text(text: str, value: Any) -> None:
+    found = load_config(None, [f"engine.arguments.deep.x={text}"]).engine.arguments["deep"]["x"]
+    assert (found, type(found)) == (value, type(value))
+
+
+# -- what is wrong with it ------------------------------------------------------------------------
+
+
+def test_every_problem_has_its_line(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('replay = "r4"\nmodel = 3\n[rollout]\ngroup = "8"\nprompts = 0\n[logging]\nwandb = 1\n')
+    settings = ["optimizer.betas=[0.9, 1.0, 0.5]", "seed", "optimizer.lr=inf", "engine.url=5"]
+    assert problems_of(file, settings) == [
+        f"{file} and --set: 9 problems",
+        "  --set seed: expected key=value, such as optimizer.lr=1e-5",
+        "  replay: expected 'off', 'r2' or 'r3', got \"r4\"",
+        "  model: expected a table, got 3",
+        "  engine.url: expected text in quotes, got 5",
+        "  rollout.prompts: expected a number above 0, got 0",
+        '  rollout.group: expected a whole number, got "8"',
+        "  optimizer.lr: expected a finite number, got inf",
+        "  optimizer.betas: expected at most 2 items, got [0.9, 1.0, 0.5]",
+        "  logging.wandb: expected true or false, got 1",
+    ]
+
+
+@pytest.mark.parametrize("text", ["[1", "{a = 1", '"a', "'a"])
+def test_a_setting_that_begins_as_toml_must_be_toml(text: str) -> None:
+    [_, line] = problems_of(None, [f"logging.project={text}"])
+    assert line.startswith(f"  logging.project: expected a TOML value, got {text} (")
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("optimizer.betas=[0.9]", "optimizer.betas.1: expected one more item, got [0.9]"),
+        ("optimizer.betas=[1.0, 0]", "optimizer.betas.0: expected a number below 1, got 1.0"),
+        ("optimizer.betas=0.9", "optimizer.betas: expected a list, got 0.9"),
+        ("optimizer.weight_decay=-0.1", "optimizer.weight_decay: expected a number of 0 or more, got -0.1"),
+        ("optimizer.lr=word", 'optimizer.lr: expected a number, got "word"'),
+        ("steps=2.0", "steps: expected a whole number, got 2.0"),
+        ("steps=true", "steps: expected a whole number, got true"),
+        ("output=3", "output: expected a path, got 3"),
+        ("engine.arguments=3", "engine.arguments: expected a table, got 3"),
+        ("seed=2020-02-02", "seed: expected a whole number, got 2020-02-02"),
+        (f"seed={'x' * 100}", f'seed: expected a whole number, got "{"x" * 76}...'),
+        ("replay.x=1", "replay: expected 'off', 'r2' or 'r3', got {x = 1}"),
+    ],
+)
+def test_what_was_expected_and_what_came(setting: str, line: str) -> None:
+    assert problems_of(None, [setting]) == ["--set: 1 problem", f"  {line}"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("optimizer.lrr=1", "optimizer.lrr: unknown; did you mean optimizer.lr?"),
+        ("optimiser.lr=1", "optimiser: unknown; did you mean optimizer?"),
+        ("lr=1", "lr: unknown; did you mean optimizer.lr?"),
+        ("max_tokens=1", "max_tokens: unknown; did you mean rollout.max_tokens or trainer.max_tokens?"),
+        ("trainer.replay=off", "trainer.replay: unknown; did you mean replay or reference.replay?"),
+        ("checkpoint.xyz=1", "checkpoint.xyz: unknown; there are every, keep"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(setting: str, line: str) -> None:
+    assert problems_of(None, [setting]) == ["--set: 1 problem", f"  {line}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = 1\nb = \n", "(at line 2, column 5)"),
+        ("a = 1\nb = [1,\n", "(at line 2, the end of the file)"),
+        ("[loss]\n[loss]\n", "at line 2, column 6)"),
+    ],
+)
+def test_a_syntax_error_has_its_file_and_line(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    [line] = problems_of(file, [])
+    assert line.startswith(f"{file}: not TOML: ")
+    assert message in line
+
+
+def test_a_file_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    absent = tmp_path / "absent.toml"
+    assert problems_of(absent, []) == [f"{absent}: there is no such file"]
+    assert problems_of(tmp_path, []) == [f"{tmp_path}: cannot be read: Is a directory"]
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'output = "\xe9"')
+    assert problems_of(latin, []) == [f"{latin}: expected UTF-8, got byte 0xe9 at offset 10"]
+
+
+# -- printing -------------------------------------------------------------------------------------
+
+text = st.text(st.characters(codec="utf-8"), max_size=8)
+scalars = text | st.booleans() | st.integers() | st.floats(allow_nan=False)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6
+)
+positive = st.floats(min_value=1e-300, max_value=1e300)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "replay": st.sampled_from(["off", "r2", "r3"]),
+        "output": text.filter(lambda name: "\0" not in name),
+        "engine": st.fixed_dictionaries({"url": text, "arguments": st.dictionaries(text, values, max_size=3)}),
+        "loss": st.fixed_dictionaries(
+            {"kind": st.sampled_from(["grpo", "dr_grpo", "gspo"])},
+            optional={"normalise": st.sampled_from(["token", "sequence"]), "clip_low": positive},
+        ),
+        "optimizer": st.fixed_dictionaries({"lr": positive, "betas": st.just([0.25, 0])}),
+        "logging": st.fixed_dictionaries({"wandb": st.booleans(), "project": text}),
+    },
+)
+
+
+@given(changes)
+def test_what_is_printed_loads_back_as_an_equal_config(
+    tmp_path_factory: pytest.TempPathFactory, changed: dict[str, Any]
+) -> None:
+    config = TrainConfig.model_validate(changed)
+    file = tmp_path_factory.getbasetemp() / "round.toml"
+    file.write_bytes(to_toml(config).encode())
+    again = load_config(file)
+    assert again == config
+    if config.loss.kind != "grpo":  # where being set at all is what is refused
+        assert ("normalise" in again.loss.model_fields_set) == ("normalise" in config.loss.model_fields_set)
+
+
+def test_all_settings_are_printed() -> None:
+    config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
+    printed = to_toml(config)
+    assert printed.startswith('replay = "r3"\nseed = 0\nsteps = 20\noutput = "out/run"\n\n[model]\npath = "tiny"\n')
+    assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
+    names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]
+    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][4:] == names
+
+
+def test_what_toml_cannot_say() -> None:
+    config = TrainConfig.model_validate({"engine": {"arguments": {"a": {"b": None}}}})
+    with pytest.raises(ConfigError, match=r"^engine\.arguments\.a\.b: expected text, .* got None$"):
+        to_toml(config)
+
+
+# -- combinations ---------------------------------------------------------------------------------
+
+
+def changed(settings: str) -> TrainConfig:
+    return load_config(None, settings.split("; ") if settings else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "parts"),
+    [
+        ("model.gradient_checkpointing=reentrant", 1, ['"reentrant" with replay = "r3"', 'set it to "non_reentrant"']),
+        ("replay=r2; model.gradient_checkpointing=reentrant", 1, ['"reentrant" with replay = "r2"']),
+        ("model.use_kernels=true", 1, ["model.use_kernels", "never calls it"]),
+        ("replay=r2; model.use_kernels=true", 1, ["model.use_kernels"]),
+        ("engine.arguments.kv_offloading_size=4", 1, ["engine.arguments.kv_offloading_size=4", "another slot", '"r2"']),
+        (
+            "engine.arguments.kv_transfer_config.kv_connector=NixlConnector",
+            1,
+            ["engine.arguments.kv_transfer_config=", "comes from outside"],
+        ),
+        ("engine.arguments.pipeline_parallel_size=2", 1, ["engine.arguments.pipeline_parallel_size=2"]),
+        (
+            "engine.arguments.enable_return_routed_experts=false",
+            1,
+            ["enable_return_routed_experts = false", "no routes to replay"],
+        ),
+        ("trainer.ulysses=4", 6, ["trainer.ulysses = 4", "6 processes", "divisor of 6"]),
+        ("trainer.ulysses=2", 1, ["trainer.ulysses = 2", "start 2 processes"]),
+        ("engine.kind=vllm_http", 1, ["engine.url is missing", "vllm_http"]),
+        ("engine.kind=sglang", 1, ["engine.url is missing", "sglang"]),
+        ("environment.kind=jsonl; environment.reward=a:b", 1, ["environment.file is missing"]),
+        ("environment.kind=jsonl; environment.file=a", 1, ["environment.reward is missing", "module:function"]),
+        ("loss.clip_low=1.0", 1, ["loss.clip_low = 1.0", "below 1"]),
+        ("loss.truncated_importance=0.5", 1, ["loss.truncated_importance = 0.5", "1 or more, or 0"]),
+        ("rollout.group=1", 1, ["rollout.group = 1", "2 or more"]),
+        ("loss.kind=gspo; loss.normalise=sequence", 1, ['loss.normalise = "sequence"', '"gspo"']),
+        ("loss.kind=dr_grpo; loss.normalise=token", 1, ['loss.normalise = "token"', '"dr_grpo"']),
+        ("model.path=no/such", 1, ['model.path = "no/such"', "no such folder"]),
+        ("reference.path=no/such; reference.kl=0.1", 1, ['reference.path = "no/such"', "no such folder"]),
+        ("rollout.prompts=2; rollout.group=3; optimizer.mini_batches=7", 1, ["mini_batches = 7", "at most 6"]),
+    ],
+)
+def test_refused_with_the_reason_and_the_way_out(settings: str, world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as info:
+        check_config(changed(settings), world_size)
+    [head, line] = str(info.value).splitlines()
+    assert head == "settings that cannot work: 1 problem"
+    for part in parts:
+        assert part in line
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(ConfigError) as info:
+        check_config(changed("rollout.group=1; loss.clip_low=2.0; engine.kind=sglang"), 1)
+    assert len(str(info.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        ("", 1),
+        ("replay=off; model.gradient_checkpointing=reentrant; model.use_kernels=true", 1),
+        ("model.gradient_checkpointing=non_reentrant", 1),
+        ("replay=off; engine.arguments.kv_offloading_size=4", 1),
+        ("replay=r2; engine.arguments.enable_return_routed_experts=false", 1),
+        ("engine.arguments.kv_offloading_backend=native; engine.arguments.enable_return_routed_experts=true", 1),
+        ("trainer.ulysses=2", 4),
+        ("engine.kind=vllm_http; engine.url=http://a:1", 1),
+        ("environment.kind=jsonl; environment.file=a; environment.reward=a:b", 1),
+        ("loss.clip_low=0.99; loss.truncated_importance=1.0", 1),
+        ("loss.normalise=sequence", 1),
+        ("loss.kind=gspo", 1),
+        ("rollout.prompts=2; rollout.group=3; optimizer.mini_batches=6", 1),
+        ("reference.path=tiny; reference.kl=0.1; reference.replay=true", 1),
+        ("reference.path=no/such", 1),
+        ("replay=off; reference.kl=0.1", 1),
+        ("engine.max_length=64; trainer.max_tokens=64", 1),
+    ],
+)
+def test_what_works_passes_without_a_word(settings: str, world_size: int) -> None:
+    assert check_config(changed(settings), world_size) == []
+
+
+def test_a_model_folder_that_is_there(tmp_path: pathlib.Path) -> None:
+    assert check_config(changed(f"model.path={tmp_path}"), 1) == []
+
+
+def test_a_printed_config_passes_the_checks_again(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "printed.toml"
+    file.write_text(to_toml(changed("loss.kind=gspo")))
+    assert check_config(load_config(file), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ("reference.kl=0.1", ["reference.kl = 0.1", "routes live", "reference.replay = true"]),
+        ("replay=r2; optimizer.mini_batches=1", ['replay = "r2"', "same weights"]),
+        ("reference.replay=true", ["reference.replay = true does nothing", "reference.kl = 0"]),
+        ("replay=off; reference.replay=true; reference.kl=0.1", ["does nothing", 'replay = "off"']),
+        ("engine.max_length=65; trainer.max_tokens=64", ["65 is above trainer.max_tokens = 64"]),
+    ],
+)
+def test_warnings(settings: str, parts: list[str]) -> None:
+    [warning] = check_config(changed(settings), 1)
+    for part in parts:
+        assert part in warning
+
+
+def test_normalise_set_in_code_counts_as_set() -> None:
+    config = TrainConfig(loss=LossConfig(kind="gspo", normalise="token"))
+    with pytest.raises(ConfigError, match="normalise"):
+        check_config(config, 1)
+
+
+def test_the_documentation_has_every_setting_with_its_default() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = page.partition("## Settings\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    documented = [(name.strip("| `"), default.strip("`")) for name, default, _ in rows]
+    printed, block = [], ""
+    for line in to_toml(TrainConfig()).splitlines():
+        if line.startswith("["):
+            block = line.strip("[]") + "."
+        elif line:
+            name, _, value = line.partition(" = ")
+            printed.append((block + name, value))
+    assert documented == printed

@@ -1,0 +1,100 @@
+"""Every sample reaches exactly one replica, every rank gets its own rows and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_replay import RouterSpec, Routes, Sample
+from router_replay.rl import delivery
+from router_replay.rl.ranks import Ranks
+
+SPEC = RouterSpec(num_experts=16, top_k=2, layers=(0, 1))
+
+
+def sample(number: int, length: int) -> Sample:
+    rng = np.random.default_rng(number)
+    ids = np.argsort(rng.random((length, 2, 16)), axis=-1)[..., :2]
+    mask = np.arange(length) > 0
+    tokens = np.full(length, number) * 100 + np.arange(length)
+    return Sample(tokens, np.zeros(length), mask, Routes(ids, SPEC, captured=np.arange(length) < length - 1))
+
+
+def ranks(rank: int, world: int, ulysses: int) -> Ranks:
+    return Ranks(rank, world, ulysses, torch.device("cpu"))
+
+
+@given(
+    lengths=st.lists(st.integers(2, 12), min_size=1, max_size=12),
+    shape=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)]),
+    max_tokens=st.integers(12, 40),
+    alone=st.booleans(),
+)
+def test_what_is_dealt_out_is_everything_once(
+    lengths: list[int], shape: tuple[int, int], max_tokens: int, alone: bool
+) -> None:
+    world, ulysses = shape
+    samples = [sample(number, length) for number, length in enumerate(lengths)]
+    plans = delivery.plan([samples], ranks(0, world, ulysses), max_tokens, "raise", alone)
+    assert len({len(plan[0].micro) for plan in plans}) == 1  # FSDP2: as many passes on every rank
+    seen: list[int] = []
+    for rank, [mini] in enumerate(plans):
+        here = ranks(rank, world, ulysses)
+        assert (mini.tokens, mini.sequences) == (sum(lengths) - len(lengths), len(lengths))
+        for micro in mini.micro:
+            local = micro.local(here)
+            assert micro.routes is not None
+            assert len(micro.routes) == len(local) == len(micro.whole) // ulysses
+            for slot, token in enumerate(local.token_ids.tolist()):
+                if local.sample_ids[slot] < 0:
+                    assert not micro.routes.captured[slot]
+                    continue
+                number, position = divmod(token, 100)
+                expected = samples[number].routes
+                assert expected is not None
+                assert micro.routes.captured[slot] == expected.captured[position]
+                if expected.captured[position]:
+                    assert np.array_equal(micro.routes.ids[slot], expected.ids[position])
+            if alone:
+                assert len(set(micro.whole.token_ids[micro.whole.sample_ids >= 0].tolist())) <= max(lengths)
+            seen += local.token_ids[local.label_mask].tolist()
+    everything = [token for one in samples for token in one.token_ids[:-1].tolist()]
+    assert sorted(seen) == sorted(everything)
+
+
+def test_one_at_a_time_gives_every_sample_a_pass_of_its_own() -> None:
+    samples = [sample(number, 4) for number in range(5)]
+    [[mini]] = delivery.plan([samples], ranks(0, 1, 1), 64, "raise", True)
+    assert [len(micro.whole) for micro in mini.micro] == [4] * 5
+
+
+def test_episodes_are_dealt_whole_and_the_same_seed_deals_alike() -> None:
+    samples = [sample(number, 4) for number in range(8)]
+    episodes = [0, 0, 1, 2, 3, 3, 4, 5]
+    parts = delivery.split(samples, episodes, 3, (0, 1))
+    again = delivery.split(samples, episodes, 3, (0, 1))
+    other = delivery.split(samples, episodes, 3, (0, 2))
+    tokens = [[int(one.token_ids[0]) // 100 for one in part] for part in parts]
+    assert sorted(number for part in tokens for number in part) == list(range(8))
+    assert all({0, 1} <= set(part) or not {0, 1} & set(part) for part in tokens)
+    assert tokens == [[int(one.token_ids[0]) // 100 for one in part] for part in again]
+    assert tokens != [[int(one.token_ids[0]) // 100 for one in part] for part in other]
+    assert {len({episodes[number] for number in part}) for part in tokens} == {2}
+
+
+@pytest.mark.parametrize("with_routes", [True, False])
+def test_what_is_sent_is_what_was_planned(with_routes: bool) -> None:
+    samples = [sample(number, 4) for number in range(3)]
+    if not with_routes:
+        samples = [Sample(one.token_ids, one.logprobs, one.loss_mask, None) for one in samples]
+    [[mini]] = delivery.plan([samples], ranks(0, 1, 1), 64, "raise")
+    back = delivery._unpacked(delivery._packed(mini))
+    assert np.array_equal(back.micro[0].whole.token_ids, mini.micro[0].whole.token_ids)
+    before, after = mini.micro[0].routes, back.micro[0].routes
+    assert (before is None) == (after is None) == (not with_routes)
+    if before is not None and after is not None:
+        assert np.array_equal(after.captured, before.captured)
+        assert after.same_sets(before)

@@ -1,0 +1,123 @@
+"""Episodes over a real engine: turns are stitched, masks and rows are right, history that changes branches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from router_replay.engines.base import Request, Sampling
+from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.errors import RewardError
+from router_replay.rl.config import RolloutConfig
+from router_replay.rl.environments.base import Environment, Turn
+from router_replay.rl.rollout import Episode, Rollout, seed_of
+
+CONFIG = RolloutConfig(prompts=2, group=2, max_tokens=4, max_turns=3)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: pathlib.Path) -> Iterator[EmbeddedEngine]:
+    with EmbeddedEngine(random_model, max_length=64, eos_token_id=[]) as engine:
+        yield engine
+
+
+@dataclasses.dataclass
+class Scripted:
+    """An environment and its task in one: what `answer` makes of each turn."""
+
+    answer: Callable[[int, Sequence[int]], Turn]
+    stop_token_ids: tuple[int, ...] = ()
+    problems: int | None = None
+    turn: int = 0
+
+    def environment(self) -> Environment:
+        return Scripted(self.answer)
+
+    def reset(self, problem: int) -> Sequence[int]:
+        return (5, 6, 7 + problem % 5)
+
+    def step(self, token_ids: Sequence[int]) -> Turn:
+        self.turn += 1
+        return self.answer(self.turn, token_ids)
+
+
+def play(engine: EmbeddedEngine, task: Scripted, config: RolloutConfig = CONFIG, max_length: int = 64) -> list[Episode]:
+    return Rollout(engine, task, [0, 1], config, max_length=max_length, seed=(0, 0)).run()
+
+
+def test_observations_are_environment_tokens_with_rows_of_their_own(engine: EmbeddedEngine) -> None:
+    episodes = play(engine, Scripted(lambda turn, _: Turn(0.5, done=turn == 3, observation=(9, 9))))
+    assert len(episodes) == 4
+    for episode in episodes:
+        [trajectory] = episode.trajectories
+        assert (episode.reward, episode.turns) == (1.5, 3)
+        expected = [False] * 3 + ([True] * 4 + [False] * 2) * 2 + [True] * 4
+        assert trajectory.loss_mask.tolist() == expected
+        assert trajectory.token_ids[7:9].tolist() == [9, 9]
+        captured = trajectory.routes.captured
+        assert captured[:-1].all()  # the boundary rows were filled by the next turn
+        assert not captured[-1]
+    assert not np.array_equal(episodes[0].trajectories[0].token_ids, episodes[1].trajectories[0].token_ids)
+
+
+def test_the_rows_are_those_of_one_pass_over_the_whole(engine: EmbeddedEngine) -> None:
+    """Three turns stitched together say the same as one prompt that holds all of it."""
+    episode = play(engine, Scripted(lambda turn, _: Turn(done=turn == 3, observation=(9,))))[0]
+    [trajectory] = episode.trajectories
+    [whole] = engine.generate([Request(trajectory.token_ids.tolist(), Sampling(1))])
+    agree = (np.sort(whole.routes.ids, -1) == np.sort(trajectory.routes.ids, -1)).all(-1)
+    assert agree[:-1].mean() > 0.99  # another batch rounds otherwise
+
+
+def test_changed_history_branches_and_keeps_what_was_sampled(engine: EmbeddedEngine) -> None:
+    def rewrite(turn: int, tokens: Sequence[int]) -> Turn:
+        return Turn(done=turn == 2, prompt=(5, 6, 3, 3) if turn == 1 else None)
+
+    for episode in play(engine, Scripted(rewrite)):
+        first, second = episode.trajectories
+        assert (int(first.loss_mask.sum()), int(second.loss_mask.sum())) == (4, 4)
+        assert second.token_ids[:4].tolist() == [5, 6, 3, 3]
+        assert second.routes.captured[:-1].all()
+
+
+def test_the_same_seed_plays_the_same_episodes(engine: EmbeddedEngine) -> None:
+    task = Scripted(lambda turn, _: Turn(done=turn == 2, observation=(9,)))
+    for one, other in zip(play(engine, task), play(engine, task), strict=True):
+        assert np.array_equal(one.trajectories[0].token_ids, other.trajectories[0].token_ids)
+        assert np.array_equal(one.trajectories[0].logprobs, other.trajectories[0].logprobs)
+
+
+def test_an_episode_ends_where_the_engine_has_no_room(engine: EmbeddedEngine) -> None:
+    task = Scripted(lambda turn, _: Turn(done=False, observation=(9,) * 4))
+    for episode in play(engine, task, max_length=10):
+        assert episode.turns == 1  # 3 + 4 + 4 tokens are more than 10
+        assert not episode.done
+
+
+def test_what_an_environment_raises_names_the_problem_and_keeps_the_episodes(engine: EmbeddedEngine) -> None:
+    def fails(turn: int, tokens: Sequence[int]) -> Turn:
+        raise ZeroDivisionError("no grader")
+
+    rollout = Rollout(engine, Scripted(fails), [0, 1], CONFIG, max_length=64, seed=(0, 0))
+    with pytest.raises(RewardError, match=r"problem 0, turn 0: Scripted.step raised ZeroDivisionError: no grader"):
+        rollout.run()
+    assert len(rollout.episodes[0].trajectories[0]) == 7
+    with pytest.raises(RewardError, match="finite number, got nan"):
+        play(engine, Scripted(lambda turn, _: Turn(reward=math.nan)))
+
+
+def test_a_prompt_without_room_is_refused(engine: EmbeddedEngine) -> None:
+    with pytest.raises(RewardError, match=r"prompt of 3 tokens leaves no room.*max_length is 3"):
+        play(engine, Scripted(lambda turn, _: Turn()), max_length=3)
+
+
+def test_seeds_of_neighbours_are_unrelated() -> None:
+    """Engines add the sample's number to a request's seed: consecutive seeds would repeat samples."""
+    seeds = [seed_of(0, step, episode, turn) for step in range(5) for episode in range(20) for turn in range(3)]
+    assert len({seed + index for seed in seeds for index in range(8)}) == len(seeds) * 8
+    assert all(0 <= seed < 1 << 31 for seed in seeds)

@@ -1,0 +1,213 @@
+"""The loop whole: each mode's figures, several processes, and what is saved when something goes wrong."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from router_replay import wire
+from router_replay.engines.base import Completion, Request
+from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.errors import ConfigError, RewardError, TrainError
+from router_replay.rl import checkpoints
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.metrics import NAMES, read_metrics
+from router_replay.rl.sync_loop import train
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def weights(output: pathlib.Path) -> dict[str, torch.Tensor]:
+    folder = checkpoints.latest(output)
+    assert folder is not None
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
+def test_each_mode_learns_and_says_what_it_did(make_config: Callable[..., TrainConfig], mode: str) -> None:
+    config = make_config(f"replay={mode}", "steps=4", "optimizer.lr=5e-3", "rollout.prompts=6")
+    train(config)
+    lines = read_metrics(config.output)
+    assert lines[-1]["reward"] > lines[0]["reward"] * 1.3
+    for line in lines:
+        assert set(line) - {"step"} <= set(NAMES)
+        assert line["mismatch/k3"] < 1e-9  # engine and trainer compute the same thing here
+        assert line["routes/agreement"] > 0.999
+        assert (line["routes/replayed"] > 0) == (mode != "off")
+        scored_and_updated = 2 * line["tokens"]
+        assert line["routes/replayed"] + line["routes/live"] == scored_and_updated
+        assert line["version"] == line["step"] + 1
+    if mode == "r3":
+        assert all(line["routes/live"] == 2 * 24 for line in lines)  # the last token of each episode has no row
+
+
+def test_the_calculator_plays_several_turns(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config("environment.kind=calculator", "replay=r3", "rollout.max_tokens=8", "rollout.prompts=8")
+    train(config)
+    assert max(line["turns"] for line in read_metrics(config.output)) > 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["trainer.ulysses=2"], ["trainer.ulysses=2", "loss.kind=gspo"], ["replay=r2"]],
+    ids=["fsdp2", "ulysses", "ulysses_gspo", "fsdp2_r2"],
+)
+def test_two_processes_do_what_one_does(
+    make_config: Callable[..., TrainConfig], settings: list[str], tmp_path: pathlib.Path, more: list[str]
+) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    # Adam divides by the size of a gradient: rounding in one that is nearly zero must not decide a step.
+    common = ["optimizer.lr=1e-4", *(setting for setting in more if "ulysses" not in setting)]
+    train(make_config(*common, f"output={alone}"))
+    arguments = [part for setting in [*settings, *common, *more, f"output={together}"] for part in ("--set", setting)]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "router_replay.cli"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *command, "train", *arguments], env=environment, check=True, timeout=180)
+    for a, b in zip(read_metrics(alone), read_metrics(together), strict=True):
+        assert a["reward"] == b["reward"]
+        for name in ("loss", "grad_norm", "entropy", "ppo_kl"):
+            assert abs(a[name] - b[name]) < 1e-5, name
+        assert b["routes/replayed"] >= a["routes/replayed"]  # a filler pass may make ranks even
+    expected, got = weights(alone), weights(together)
+    assert max(float((expected[name] - got[name]).abs().max()) for name in expected) < 2e-5
+
+
+# -- when something goes wrong --------------------------------------------------------------------------
+
+
+def test_a_reward_function_that_raises_loses_nothing(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config("environment.reward=tests.rl.rewards:breaks")
+    with pytest.raises(RewardError) as raised:
+        train(config)
+    message = str(raised.value)
+    assert "the grader fell over" in message
+    assert "go on with --resume" in message
+    assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000000"
+    saved = [
+        json.loads(line) for line in (config.output / "failed/step_000000/rollouts.jsonl").read_text().splitlines()
+    ]
+    assert len(saved) == 12
+    [first] = [line for line in saved if line["token_ids"]][:1]
+    routes = wire.decode(base64.b64decode(first["routes"]))
+    assert len(routes) == len(first["token_ids"]) == len(first["logprobs"]) == len(first["loss_mask"])
+
+
+def test_a_run_goes_on_after_its_reward_function_was_mended(make_config: Callable[..., TrainConfig]) -> None:
+    broken, mended = make_config("environment.reward=tests.rl.rewards:breaks"), make_config()
+    with pytest.raises(RewardError):
+        train(broken)
+    assert train(mended, resume=True).step == 2
+    other = mended.model_copy(update={"output": mended.output.with_name("straight")})
+    train(other)
+    a, b = weights(mended.output), weights(other.output)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_nan_in_the_middle_of_a_step_keeps_the_last_whole_state(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from router_replay.rl import policy
+
+    config = make_config("steps=3", "checkpoint.every=1", "replay=off", "trainer.max_tokens=4096")
+    real, calls = policy.policy_loss, []
+
+    def poisoned(*arguments: Any) -> Any:
+        calls.append(1)
+        loss, sums = real(*arguments)
+        return (loss * float("nan") if len(calls) == 4 else loss), sums  # the second mini-batch of the second step
+
+    monkeypatch.setattr(policy, "policy_loss", poisoned)
+    with pytest.raises(TrainError) as raised:
+        train(config)
+    assert "step 1: loss is nan" in str(raised.value)
+    assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000001"
+    failed = config.output / "failed" / "step_000001"
+    assert (failed / "rollouts.jsonl").exists()
+    assert checkpoints.latest(failed) is not None  # half a step's weights, apart from what --resume takes
+    monkeypatch.undo()
+    train(config, resume=True)
+    straight = config.model_copy(update={"output": config.output.with_name("straight")})
+    train(straight)
+    a, b = weights(config.output), weights(straight.output)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class NoRoutes(EmbeddedEngine):
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.capabilities = dataclasses.replace(self.capabilities, routes=False, why_not="capture is switched off")
+
+
+def test_r3_refuses_an_engine_that_does_not_capture(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router_replay.engines.embedded.EmbeddedEngine", NoRoutes)
+    with pytest.raises(ConfigError, match=r'"r3" needs an engine that returns the experts.*capture is switched off'):
+        train(make_config("replay=r3"))
+    train(make_config("replay=off", "steps=1"))  # which needs no routes
+
+
+class Forgets(EmbeddedEngine):
+    """Says that it captures, and after a while does not."""
+
+    def generate(self, requests: Any) -> list[Completion]:
+        from router_replay import Routes
+
+        completions = super().generate(list(requests))
+        if self.version == 0:
+            return completions
+        return [dataclasses.replace(one, routes=Routes.missing(len(one.routes), self.spec)) for one in completions]
+
+
+def test_routes_that_stop_coming_end_the_run_with_a_saved_state(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router_replay.engines.embedded.EmbeddedEngine", Forgets)
+    config = make_config("replay=r3")
+    with pytest.raises(ValueError, match=r"step 1: sample 0: row .* was not captured"):
+        train(config)
+    assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000001"
+    assert (config.output / "failed" / "step_000001" / "rollouts.jsonl").exists()
+
+
+class Slow(EmbeddedEngine):
+    """An engine in which a rollout takes until somebody loses patience."""
+
+    def generate(self, requests: Any) -> list[Completion]:
+        wanted: list[Request] = list(requests)
+        if self.version == 1:
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            time.sleep(5)
+        return super().generate(wanted)
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_from_there(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("steps=3", "checkpoint.every=0")
+    with monkeypatch.context() as patch:
+        patch.setattr("router_replay.engines.embedded.EmbeddedEngine", Slow)
+        with pytest.raises(TrainError, match=r"stopped at step 1; the state is saved in .*step_000001"):
+            train(config)
+    assert [line["step"] for line in read_metrics(config.output)] == [0]
+    assert train(config, resume=True).step == 3
+    other = config.model_copy(update={"output": config.output.with_name("straight")})
+    train(other)
+    a, b = weights(config.output), weights(other.output)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert np.isfinite([line["loss"] for line in read_metrics(config.output)]).all()
