@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from router_replay.batch import Batch
+from router_replay.batch import NO_LABEL, Batch
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import TrainError
 from router_replay.measure import route_agreement
@@ -43,7 +43,11 @@ class Scored:
 
 @dataclasses.dataclass
 class RouteCounts:
-    """Rows by where their experts came from, and (row, layer) pairs compared with the engine's choice."""
+    """Rows by where their experts came from, and (row, layer) pairs compared with the engine's choice.
+
+    Rows that predict nothing are not counted as live: padding, and the last token of each sequence, which no engine
+    forwards.
+    """
 
     replayed: int = 0
     live: int = 0
@@ -146,10 +150,13 @@ class Policy:
     ) -> Iterator[None]:
         """The block of one pass; live where there are no routes to replay."""
         local = micro.local(self._ranks)
+        idle = local.labels == NO_LABEL
         if routes is None:
-            self._counts.live += len(local)
+            self._counts.live += len(local) - int(idle.sum())
             yield
             return
+        if isinstance(routes, Routes):  # those of a scoring pass are all there
+            self._counts.live -= int((idle & ~routes.captured).sum())  # which the replayer counts
         on_missing = self._config.rollout.on_missing
         with self.replayer.replay(routes, on_missing=on_missing, loss_mask=local.label_mask, agreement=agreement):
             yield

@@ -48,7 +48,7 @@ class Recipe:
     steps: int = 400
     """The most; the learning rate falls to 0 over them."""
     target: float = 0.56
-    """Stop when a sampled answer to an addition is right with this probability; a step later it is rather more."""
+    """Stop when a sampled answer to an addition is right with this probability."""
     window: int = 2
     """Steps over which that probability is averaged."""
     learning_rate: float = 2e-3

@@ -25,10 +25,13 @@ def shown(title: str) -> Iterator[Callable[[Progress], None]]:
         progress.TextColumn("<"),  # it may be right often enough before the last step
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True)) as display:
-        task = display.add_task(title, total=None, figures="")
+    display = progress.Progress(*columns, console=Console(stderr=True))
+    task = display.add_task(title, total=None, figures="")
+    with contextlib.ExitStack() as open_display:
 
         def show(now: Progress) -> None:
+            if not display.live.is_started:  # a model that is there already needs no display
+                open_display.enter_context(display)
             figures = f"right {now.additions:.0%}, calculator {now.calculations:.0%}"
             display.update(task, completed=now.step, total=now.steps, figures=figures)
 

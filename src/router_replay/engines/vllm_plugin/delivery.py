@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,63 +75,78 @@ def _unexpected() -> str:
 # -- the engine core --------------------------------------------------------------------------------
 
 
-def pack(outputs: Sequence[Any]) -> None:
-    """Lay the single rows of one message into an array that travels with the first of them."""
-    single = []
-    for output in outputs:
-        rows = output.routed_experts
-        if rows is None:
-            if output.new_token_ids:
-                return  # the reader would take it for one whose row is packed
-        elif len(rows) == 1:
-            single.append(output)
-    if len(single) < 2:
-        return
-    packed = np.concatenate([output.routed_experts for output in single])
-    for output in single:
-        output.routed_experts = None
-    single[0].routed_experts = packed[:, None]
+class Delivery:
+    """The rows of one scheduler: what its `update_from_output` does for each request, done once for each step."""
 
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._listed: dict[str, list[int]] = scheduler._re_block_ids
+        self._stored = scheduler.routed_experts_mgr
+        self._update_after_schedule = scheduler._update_after_schedule
+        self._update_from_output = scheduler.update_from_output
 
-def _packing(original: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-    @functools.wraps(original)
-    def update_from_output(*arguments: Any, **more: Any) -> dict[int, Any]:
-        messages = original(*arguments, **more)
-        for message in messages.values():
-            pack(message.outputs)
-        return messages
+    def attach(self) -> None:
+        self._scheduler._update_after_schedule = self.update_after_schedule
+        self._scheduler.update_from_output = self.update_from_output
 
-    return update_from_output
-
-
-def _listing_prompts_only(scheduler: Any) -> Callable[[Any], None]:
-    original = scheduler._update_after_schedule
-
-    @functools.wraps(original)
-    def update_after_schedule(scheduler_output: Any) -> None:
-        # This attribute has no other reader in there than the list of blocks.
-        scheduler.enable_return_routed_experts = False
+    def update_after_schedule(self, scheduler_output: Any) -> None:
+        """List the blocks of prompts: a later step may free them before this one's rows are read."""
+        scheduler = self._scheduler
+        scheduler.enable_return_routed_experts = False  # read in there for vLLM's own list and nothing else
         try:
-            original(scheduler_output)
+            self._update_after_schedule(scheduler_output)
         finally:
             scheduler.enable_return_routed_experts = True
-        group = scheduler.routed_experts_mgr.attn_gid
         for name in scheduler_output.num_scheduled_tokens:
             request = scheduler.requests[name]
-            # A resumable request may lose its tokens to a longer prompt while a step of it is under way.
-            if not request.num_output_tokens or request.resumable:
+            # One that is fed with further prompts has none again with each, also when a step of it is under way.
+            if not request._output_token_ids or request.resumable:
                 blocks = scheduler.kv_cache_manager.get_blocks(name).get_block_ids()
-                scheduler._re_block_ids[name] = blocks[group]
+                self._listed[name] = blocks[self._stored.attn_gid]
 
-    return update_after_schedule
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
+        routed = model_output.routed_experts
+        if routed is None:
+            return self._update_from_output(scheduler_output, model_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._stored.store_batch(routed.routing_data, routed.slot_mapping)
+        prompts = self._prompts_of(scheduled)
+        model_output.routed_experts = None  # vLLM then makes its outputs without rows
+        messages = self._update_from_output(scheduler_output, model_output)
+        # Rows lie in the model runner's order, and a request that decodes wants the last of its own.
+        last = np.cumsum([scheduled[name] for name in model_output.req_ids]) - 1
+        for message in messages.values():
+            decoded = [output for output in message.outputs if output.new_token_ids]
+            if prompts:
+                for output in decoded:
+                    if output.request_id in prompts:
+                        blocks = self._listed.pop(output.request_id)
+                        output.routed_experts = self._stored.get(blocks, *prompts[output.request_id])
+                decoded = [output for output in decoded if output.request_id not in prompts]
+            if decoded:
+                places = [model_output.req_id_to_index[output.request_id] for output in decoded]
+                packed = routed.routing_data[last[places]].astype(self._stored.routed_experts_by_slot.dtype)
+                decoded[0].routed_experts = packed[:, None]
+        return messages
+
+    def _prompts_of(self, scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of requests without a token yet: how long the prompt is, and how many of its rows are not wanted.
+
+        Asked before vLLM goes on, which may give a request of several prompts its next one.
+        """
+        found = {}
+        for name in self._listed.keys() & scheduled.keys():
+            request = self._scheduler.requests.get(name)
+            if request is not None and not request._output_token_ids:
+                parameters = request.sampling_params
+                start = parameters.routed_experts_prompt_start if parameters is not None else None
+                found[name] = request.num_prompt_tokens, start or 0
+        return found
 
 
 def _attach(scheduler: Any) -> None:
-    if _reason_against(scheduler.vllm_config) or not hasattr(scheduler, "_re_block_ids"):
-        return
-    scheduler._update_after_schedule = _listing_prompts_only(scheduler)
-    if os.environ.get(ENVIRONMENT) == "1":
-        scheduler.update_from_output = _packing(scheduler.update_from_output)
+    if os.environ.get(ENVIRONMENT) == "1" and not _reason_against(scheduler.vllm_config):
+        Delivery(scheduler).attach()
 
 
 # -- the process that reads -------------------------------------------------------------------------
