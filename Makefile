@@ -46,6 +46,7 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.wire
 	@$(BIN)/python -m bench.stitch
 	@$(BIN)/python -m bench.replay
+	@$(BIN)/python -m bench.train
 
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 import shutil
 
+import torch
+
 from router_replay.report import Row, Run, comparison, write_report
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.sync_loop import train
@@ -31,6 +33,8 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
 
 def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
     """Both runs, the page `report.html` with its JSON, the table's rows and what can be said of them."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # such small matrices gain nothing from a second one, which then waits for the engine's
     for mode in MODES:
         shutil.rmtree(out / mode, ignore_errors=True)
         train(demo_config(mode, out, steps, fp8))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CONFIGURE_LOGGING": "1"}
+# The display is the run's own; what vLLM has to say it says in its errors.
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
@@ -59,8 +61,9 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         from router_replay.engines.vllm_inprocess import VllmEngine
 
         on_cpu = not torch.cuda.is_available()
-        defaults = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
-        arguments = {**defaults, "dtype": engine.dtype, "max_model_len": engine.max_length, **engine.arguments}
+        defaults: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+        defaults |= {"dtype": engine.dtype, "max_model_len": engine.max_length, "use_tqdm_on_load": False}
+        arguments = {**defaults, **engine.arguments}
         with _environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}):
             return VllmEngine(str(folder), version=version, **arguments)
     if engine.kind == "vllm_http":

@@ -78,10 +78,11 @@ def join(config: TrainConfig) -> Ranks:
     """Take this process's place. A single process needs a group too where FSDP2 keeps its master weights."""
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
     elif config.model.dtype != "float32" and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size, group = config.trainer.ulysses, None
     if size > 1:
         for first in range(0, world, size):  # every rank must take part in making every group

@@ -1,0 +1,98 @@
+"""What replay costs a training step: score + update with R2 and R3 against off, interleaved in one run.
+
+    python -m bench.train                              # the tiny model, on a GPU if there is one
+    python -m bench.train --model models/gpu --dtype bfloat16
+
+One set of episodes is sampled by the embedded engine with its routes; each round then runs one whole step of every
+mode on it, in turn, each with its own policy. The figure is the median over rounds of mode / off within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import tempfile
+
+import torch
+
+from bench.replay import time_rounds
+from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.rl import delivery, ranks
+from router_replay.rl.config import TrainConfig, load_config
+from router_replay.rl.delivery import MiniBatch
+from router_replay.rl.environments import make_task
+from router_replay.rl.episodes import samples_of
+from router_replay.rl.models import load_tokenizer, model_folder
+from router_replay.rl.policy import Policy
+from router_replay.rl.rollout import Rollout
+
+LIMIT = 1.03
+MODES = ("off", "off again", "r2", "r3")
+
+
+def settings(arguments: argparse.Namespace, mode: str, output: str) -> TrainConfig:
+    return load_config(
+        None,
+        [
+            f"replay={mode.partition(' ')[0]}", f'model.path="{arguments.model}"', f"model.dtype={arguments.dtype}",
+            f"output={output}", "engine.kind=embedded", "engine.max_length=128", f"rollout.prompts={arguments.prompts}",
+            "rollout.group=8", "rollout.max_tokens=12", f"environment.digits={arguments.digits}",
+            f"trainer.max_tokens={arguments.tokens}", "optimizer.lr=1e-6",
+        ],
+    )  # fmt: skip
+
+
+def sampled(config: TrainConfig, here: ranks.Ranks) -> list[MiniBatch]:
+    folder = model_folder(config.model.path)
+    task = make_task(config.environment, load_tokenizer(folder), config.seed)
+    with EmbeddedEngine(folder, max_length=config.engine.max_length, device_map=str(here.device)) as engine:
+        rollout = Rollout(engine, task, range(config.rollout.prompts), config.rollout, max_length=128, seed=(0, 0))
+        samples, numbers = samples_of(rollout.run(), config, with_routes=True)
+    parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (0, 0))
+    return delivery.plan(parts, here, config.trainer.max_tokens, "raise")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--digits", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096, help="slots of a packed pass")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as output:
+        configs = {mode: settings(arguments, mode, output) for mode in MODES}
+    here = ranks.join(configs["off"])
+    minis = sampled(configs["off"], here)
+    policies = {mode: Policy(config, here, model_folder(config.model.path)) for mode, config in configs.items()}
+
+    def step(policy: Policy) -> None:
+        scored = [policy.score(mini) for mini in minis]
+        for mini, old in zip(minis, scored, strict=True):
+            policy.update(mini, old)
+        policy.route_counts()
+
+    wait = torch.cuda.synchronize if here.device.type == "cuda" else lambda: None
+    steps = {mode: functools.partial(step, policy) for mode, policy in policies.items()}
+    seconds = time_rounds(steps, arguments.rounds, wait)
+    where = torch.cuda.get_device_name() if here.device.type == "cuda" else "CPU, one thread"
+    slots = sum(len(micro.whole) for mini in minis for micro in mini.micro)
+    size = sum(parameter.numel() for parameter in policies["off"].model.parameters()) / 1e6
+    print(f"\nScore + update of {slots} tokens, {size:.0f}M parameters, {arguments.dtype}, {where}\n")
+    print("| mode | ms, median | against off |\n| --- | ---: | ---: |")
+    ratios = {}
+    for mode, taken in seconds.items():
+        ratios[mode] = statistics.median(a / b for a, b in zip(taken, seconds["off"], strict=True))
+        print(f"| {mode} | {statistics.median(taken) * 1e3:.1f} | {ratios[mode]:.4f}x |")
+    missed = ratios["r3"] > LIMIT
+    print(f"\na step with R3 costs {ratios['r3']:.4f}x (limit {LIMIT}x): {'MISSED' if missed else 'ok'}")
+    ranks.leave()
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

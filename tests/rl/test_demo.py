@@ -1,0 +1,58 @@
+"""The demo's promise, on its own rollouts: a real vLLM engine, the ready model, replay off against R3."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from router_replay.report import comparison
+from router_replay.report.runs import Run, read_metrics
+from router_replay.rl.demo import demo_config, findings, run_demo
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    out = tmp_path_factory.mktemp("demo")
+    run_demo(out, steps=1)
+    return out
+
+
+def test_k3_falls_threefold_at_the_first_step(shown: pathlib.Path) -> None:
+    off, r3 = comparison([Run("off", shown / "off"), Run("r3", shown / "r3")])
+    assert off.k3_first is not None
+    assert r3.k3_first is not None
+    assert r3.k3_first <= off.k3_first / 3
+    assert off.reward_first == r3.reward_first  # the same rollouts: what differs is the trainer
+    assert (off.rows_replayed, r3.rows_live) == (0, 0)
+    assert r3.rows_replayed == off.rows_live
+
+
+def test_the_page_and_its_numbers_are_there(shown: pathlib.Path) -> None:
+    page = (shown / "report.html").read_text()
+    assert "<svg" in page
+    assert json.loads((shown / "report.json").read_text())
+
+
+def test_the_weights_reach_the_engine_and_are_saved(shown: pathlib.Path) -> None:
+    [line] = read_metrics(shown / "r3")
+    assert line["version"] == 1
+    assert line["grad_norm"] > 0
+    assert (shown / "r3" / "checkpoints" / "step_000001" / "model.safetensors").exists()
+
+
+def test_what_is_said_is_what_was_measured(shown: pathlib.Path) -> None:
+    rows = comparison([Run("off", shown / "off"), Run("r3", shown / "r3")])
+    fall, _, reward = findings(rows)
+    assert "at least the threefold fall" in fall
+    assert "do not differ by more than noise" in reward
+    [_, other] = rows
+    worse = findings([rows[0], other.__class__(**{**vars(other), "k3_first": rows[0].k3_first})])
+    assert "less than the threefold fall" in worse[0]
+
+
+def test_the_runs_differ_in_nothing_but_replay(tmp_path: pathlib.Path) -> None:
+    off, r3 = (demo_config(mode, tmp_path, 25, fp8=True) for mode in ("off", "r3"))
+    assert off.model_copy(update={"replay": "r3", "output": r3.output}) == r3
+    assert off.engine.quantise == "fp8"
