@@ -4,22 +4,25 @@
     python -m bench.engines --tiny         the same program on a tiny model, to see that it runs
     python -m bench.engines --client       payload and client CPU only; needs no vLLM
 
-Three engines share the GPU and take turns, so that what slows one slows the others: one captures, forces and
-delivers Routes, one captures with its routers untouched, one has capture off. Medians over the rounds.
+The engines share the GPU and take turns, so that what slows one slows the others: one captures, forces and delivers
+Routes, one captures with its routers untouched, one does so and leaves the delivery of rows to vLLM, one has capture
+off. Only those that the chosen comparisons (--only) need are started. Medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import io
 import json
+import os
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +30,28 @@ import numpy as np
 from router_replay import wire
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm_http import samples_of
+from router_replay.engines.vllm_plugin import delivery
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from router_replay.stitch import Trajectory
 
 # Speed as a share of: capture off, a free prefix, capture off.
 PROMISES = {"capture": 0.97, "forced prefix": 0.95, "50 turns": 0.97}
+ENGINES: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "not forced": {"forced_routes": False},
+    "vLLM's delivery": {"forced_routes": False},
+    "off": {"forced_routes": False, "enable_return_routed_experts": False},
+}
+# The first is the measure of the second.
+COMPARISONS = {
+    "off against off": ("off", "off"),
+    "capture, vLLM's delivery": ("off", "vLLM's delivery"),
+    "capture, not forced": ("off", "not forced"),
+    "capture": ("off", "ours"),
+    "forced prefix": ("ours", "ours"),
+    "50 turns": ("off", "ours"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--turns", type=int, default=50)
-    parser.add_argument("--only", action="append", help="one of the comparisons, by its name; may be repeated")
+    parser.add_argument("--only", action="append", choices=list(COMPARISONS), help="may be repeated")
     chosen = parser.parse_args(arguments)
     client_cost()
     if chosen.client:
@@ -86,58 +105,71 @@ def save_model(folder: pathlib.Path, tiny: bool) -> None:
 
 
 def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
-    from router_replay.engines.vllm_inprocess import VllmEngine
-
+    names = chosen.only or list(COMPARISONS)
+    kinds = sorted({kind for name in names for kind in COMPARISONS[name]})
     shape: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "dtype": "bfloat16"}
     if chosen.tiny:
         shape |= {"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     else:
-        shape |= {"gpu_memory_utilization": 0.28}
-    with (
-        VllmEngine(folder, **shape) as ours,
-        VllmEngine(folder, forced_routes=False, **shape) as capture_only,
-        VllmEngine(folder, forced_routes=False, enable_return_routed_experts=False, **shape) as off,
-    ):
-        tokens = 20 if chosen.tiny else 256
-        rng = np.random.default_rng(0)
-        vocabulary = 128 if chosen.tiny else 32000
-        prompts = [tuple(rng.integers(3, vocabulary, 2 * tokens).tolist()) for _ in range(chosen.prompts)]
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        shape |= {"gpu_memory_utilization": 0.84 / max(len(kinds), 3)}
+    tokens = 20 if chosen.tiny else 256
+    vocabulary = 128 if chosen.tiny else 32000
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, vocabulary, 2 * tokens).tolist()) for _ in range(chosen.prompts)]
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
 
-        def batch(engine: Engine, rows: Sequence[Routes] | None = None) -> float:
-            salted = [(int(rng.integers(3, vocabulary)), *prompt[1:]) for prompt in prompts]  # no prefix hits
-            forced: Sequence[Routes | None] = rows or [None] * len(prompts)
-            return seconds(
-                lambda: engine.generate(
-                    [Request(p, sampling, forced_routes=f) for p, f in zip(salted, forced, strict=True)]
-                )
+    def batch(engine: Engine, rows: Sequence[Routes] | None = None) -> float:
+        salted = [(int(rng.integers(3, vocabulary)), *prompt[1:]) for prompt in prompts]  # no prefix hits
+        forced: Sequence[Routes | None] = rows or [None] * len(prompts)
+        return seconds(
+            lambda: engine.generate(
+                [Request(p, sampling, forced_routes=f) for p, f in zip(salted, forced, strict=True)]
             )
+        )
 
-        rows = [
-            completion.routes[: 2 * tokens] for completion in ours.generate([Request(p, sampling) for p in prompts])
-        ]
-        batch(off)
-        batch(capture_only)
-        pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
-            "off against off": (lambda: batch(off), lambda: batch(off)),
-            "capture, not forced": (lambda: batch(off), lambda: batch(capture_only)),
-            "capture": (lambda: batch(off), lambda: batch(ours)),
-            "forced prefix": (lambda: batch(ours), lambda: batch(ours, rows)),
-            "50 turns": (
-                lambda: conversation(off, chosen.turns, tokens // 8, False),
-                lambda: conversation(ours, chosen.turns, tokens // 8, True),
-            ),
-        }
+    def talk(engine: Engine) -> float:
+        return conversation(engine, chosen.turns, tokens // 8)
+
+    with running(folder, kinds, shape) as engines:
+        for engine in engines.values():
+            batch(engine)
         ratios = {}
-        for name in chosen.only or pairs:
-            ratios[name] = interleaved(*pairs[name], chosen.rounds)
+        for name in names:
+            base, other = (engines[kind] for kind in COMPARISONS[name])
+            rows: Sequence[Routes] | None = None
+            if name == "forced prefix":
+                done = other.generate([Request(prompt, sampling) for prompt in prompts])
+                rows = [completion.routes[: 2 * tokens] for completion in done]
+            if name == "50 turns":
+                times = [(talk(base), talk(other)) for _ in range(chosen.rounds)]
+            else:
+                times = [(batch(base), batch(other, rows)) for _ in range(chosen.rounds)]
+            # Neighbours in time are compared: what slows one slows the other.
+            ratios[name] = statistics.median(before / after for before, after in times)
             print(f"{name}: {ratios[name]:.3f}", flush=True)
-        print(f"forced rows so far: {ours.report()['forced_rows']}")
+        if "ours" in engines:
+            print(f"forced rows so far: {engines['ours'].report()['forced_rows']}")
     return ratios
 
 
-def conversation(engine: Engine, turns: int, tokens: int, routes: bool) -> float:
+@contextlib.contextmanager
+def running(folder: str, kinds: Sequence[str], shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from router_replay.engines.vllm_inprocess import VllmEngine
+
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for kind in kinds:
+            os.environ.pop(delivery.ENVIRONMENT, None)
+            if kind == "vLLM's delivery":
+                os.environ[delivery.ENVIRONMENT] = "0"
+            engines[kind] = stack.enter_context(VllmEngine(folder, **ENGINES[kind], **shape))
+            print(f"{kind}: rows {engines[kind].report()['delivery']}", flush=True)
+        yield engines
+
+
+def conversation(engine: Engine, turns: int, tokens: int) -> float:
     """Sixteen agents: each turn adds a few environment tokens and samples some, leaving known rows out."""
+    routes = engine.capabilities.routes
     agents = [Trajectory(engine.spec) for _ in range(16)]
     rng = np.random.default_rng(0)
     histories = [rng.integers(3, 100, tokens).tolist() for _ in agents]
@@ -158,11 +190,6 @@ def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def interleaved(base: Callable[[], float], ours: Callable[[], float], rounds: int) -> float:
-    """The speed of `ours` as a share of `base`'s: the median of ratios of neighbours in time."""
-    return statistics.median(base() / ours() for _ in range(rounds))
 
 
 # -- the client -------------------------------------------------------------------------------------

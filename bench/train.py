@@ -14,6 +14,7 @@ import functools
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 
 import torch
 
@@ -77,7 +78,7 @@ def main() -> int:
         policy.route_counts()
 
     wait = torch.cuda.synchronize if here.device.type == "cuda" else lambda: None
-    steps = {mode: functools.partial(step, policy) for mode, policy in policies.items()}
+    steps: dict[str, Callable[[], None]] = {mode: functools.partial(step, policy) for mode, policy in policies.items()}
     seconds = time_rounds(steps, arguments.rounds, wait)
     where = torch.cuda.get_device_name() if here.device.type == "cuda" else "CPU, one thread"
     slots = sum(len(micro.whole) for mini in minis for micro in mini.micro)

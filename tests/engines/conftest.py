@@ -186,11 +186,11 @@ def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
-    with environment(**ENVIRONMENT):
+    with environment(**ENVIRONMENT, **variables):
         command, variables_of_server = server_command(model, [*arguments, "--enforce-eager", f"--port={port}"])
     process = subprocess.Popen(
         command,
-        env=variables_of_server | variables,
+        env=variables_of_server,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,

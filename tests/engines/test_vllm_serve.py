@@ -21,10 +21,13 @@ def test_the_flags_of_each_version(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
     assert {"--enable-return-routed-experts", "--enable-scale-out", "--skip-tokenizer-init"} <= set(command)
     assert environment["ROUTER_REPLAY_VLLM"] == "required"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert command[command.index("--weight-transfer-config") + 1] == '{"backend": "router_replay"}'
     monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.26.0")
     (tmp_path / "tokenizer.json").touch()
     command, _ = server_command(str(tmp_path))
     assert not {"--enable-scale-out", "--skip-tokenizer-init"} & set(command)
+    monkeypatch.setenv("ROUTER_REPLAY_VLLM", "0")  # a backend that nobody registers would end the server
+    assert "--weight-transfer-config" not in server_command(str(tmp_path))[0]
 
 
 def test_a_list_of_allowed_plugins_gets_ours_too() -> None:

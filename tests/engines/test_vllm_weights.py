@@ -1,17 +1,14 @@
-"""New weights by vLLM's own calls and our backend, and by shared memory: the real server, taken from B to A and back.
+"""New weights by vLLM's own calls and our backend, and by shared memory: the real server, taken from A to B and back.
 
-What vLLM says on B when it has just started is the reference of everything that comes to B later.
+What vLLM said on B when it had just started is the reference of everything that comes to B later.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import pathlib
 import re
-import socket
-import subprocess
 import types
 import urllib.error
 import urllib.request
@@ -27,10 +24,9 @@ from router_replay.engines import Completion, Request
 from router_replay.engines.vllm_http import VllmHttpEngine
 from router_replay.engines.vllm_plugin.sources import SHARED_MEMORY, open_source
 from router_replay.engines.vllm_plugin.weights import WeightLoader
-from router_replay.engines.vllm_serve import server_command
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
-from tests.engines.conftest import ENVIRONMENT, GREEDY, SHAPE, Checkpoints, Server, environment, one, prompt, same
+from tests.engines.conftest import GREEDY, Checkpoints, Servers, one, prompt, same
 
 State = dict[str, torch.Tensor]
 
@@ -191,66 +187,44 @@ class Weights:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weights]:
-    """On checkpoint B, with our backend."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
-    arguments += ["--enforce-eager", f"--port={port}", '--weight-transfer-config={"backend": "router_replay"}']
-    log = tmp_path_factory.mktemp("weights") / "server.log"
-    with environment(**ENVIRONMENT):
-        command, variables = server_command(checkpoints.b, arguments)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    running = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        with running.wait(lambda: VllmHttpEngine(running.url)) as engine:
-            yield Weights(running.url, engine)
-    finally:
-        running.kill()
+def server(servers: Servers, vllm_http_engine: VllmHttpEngine) -> Weights:
+    return Weights(servers.ours.url, vllm_http_engine)
 
 
 @pytest.fixture(scope="module")
-def fresh_b(server: Weights) -> Completion:
+def on_a(server: Weights) -> Completion:
     return server.answer()
 
 
 @pytest.fixture
-def weights(server: Weights, fresh_b: Completion, checkpoints: Checkpoints) -> Iterator[Weights]:
-    """On B before and after each test."""
-    assert same(server.answer(), fresh_b)
+def weights(server: Weights, on_a: Completion, checkpoints: Checkpoints) -> Iterator[Weights]:
+    """On A, as version 0, before and after each test."""
+    assert same(server.answer(), on_a)
     yield server
-    assert not server.send({"path": checkpoints.b})
+    server.engine.update_weights(checkpoints.a, 0)
 
 
 def test_folder_file_and_shared_memory_all_give_the_weights_to_the_bit(
-    weights: Weights, fresh_b: Completion, checkpoints: Checkpoints
+    weights: Weights, on_a: Completion, vllm_fresh_b: Completion, checkpoints: Checkpoints
 ) -> None:
-    assert not weights.send({"path": checkpoints.a})
-    on_a = weights.answer()
-    assert not same(on_a, fresh_b)
+    assert not same(on_a, vllm_fresh_b)
     for a, b in [
         ({"path": checkpoints.a}, {"path": f"{checkpoints.b}/model.safetensors"}),
         (share(state_of(checkpoints.a)).info, share(state_of(checkpoints.b)).info),
     ]:
-        for source, expected in ((a, on_a), (b, fresh_b), (b, fresh_b), (a, on_a)):
+        for source, expected in ((b, vllm_fresh_b), (a, on_a), (a, on_a), (b, vllm_fresh_b)):
             assert not weights.send(source() if callable(source) else source)
             assert same(weights.answer(), expected)
 
 
-def test_our_own_call_takes_shared_memory(weights: Weights, fresh_b: Completion, checkpoints: Checkpoints) -> None:
+def test_our_own_call_takes_shared_memory(
+    weights: Weights, on_a: Completion, vllm_fresh_b: Completion, checkpoints: Checkpoints
+) -> None:
     engine = weights.engine
-    engine.update_weights(checkpoints.a, 1)
-    on_a = weights.answer()
     model = AutoModelForCausalLM.from_pretrained(checkpoints.b)
     with share(checkpoint_tensors(model)) as shared:
         engine.update_weights(shared, 2)
-        assert same(weights.answer(), fresh_b)
+        assert same(weights.answer(), vllm_fresh_b)
         shared.write(state_of(checkpoints.a))
         engine.update_weights(shared, 3)
     after = weights.answer()  # the memory is gone, the weights are the engine's
@@ -290,34 +264,31 @@ WRONG = [
 
 @pytest.mark.parametrize(("spoil", "message"), WRONG, ids=[spoil.__name__ for spoil, _ in WRONG])
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(
-    weights: Weights, fresh_b: Completion, checkpoints: Checkpoints, tmp_path: pathlib.Path, spoil: Any, message: str
+    weights: Weights, on_a: Completion, checkpoints: Checkpoints, tmp_path: pathlib.Path, spoil: Any, message: str
 ) -> None:
-    spoilt = spoil(state_of(checkpoints.a))
+    spoilt = spoil(state_of(checkpoints.b))
     save_file(spoilt, tmp_path / "model.safetensors")
     with share(spoilt) as shared:
         for source in ({"path": str(tmp_path)}, shared.info()):
             assert re.search(message, weights.send(source))
-            assert same(weights.answer(), fresh_b)
+            assert same(weights.answer(), on_a)
         with pytest.raises(EngineError, match=message):
             weights.engine.update_weights(shared, weights.engine.version + 1)
-    assert same(weights.answer(), fresh_b)
+    assert same(weights.answer(), on_a)
 
 
-def test_memory_that_is_gone_and_an_empty_session_change_nothing(weights: Weights, fresh_b: Completion) -> None:
+def test_memory_that_is_gone_and_an_empty_session_change_nothing(weights: Weights, on_a: Completion) -> None:
     with share({"a": torch.zeros(4)}) as closed:
         pass
     assert "cannot be read by the vLLM worker" in weights.send(closed.info())
     assert not weights.post("/start_weight_update")
     assert "no weights came, the old ones stay" in weights.post("/finish_weight_update")
-    assert same(weights.answer(), fresh_b)
+    assert same(weights.answer(), on_a)
 
 
-def test_wider_tensors_are_taken(weights: Weights, checkpoints: Checkpoints) -> None:
+def test_wider_tensors_are_taken(weights: Weights, vllm_fresh_b: Completion, checkpoints: Checkpoints) -> None:
     """A trainer's master weights may be wider than the engine's."""
-    state = {name: tensor.double() for name, tensor in state_of(checkpoints.a).items()}
-    assert not weights.send({"path": checkpoints.a})
-    on_a = weights.answer()
-    assert not weights.send({"path": checkpoints.b})
+    state = {name: tensor.double() for name, tensor in state_of(checkpoints.b).items()}
     with share(state) as shared:
         assert not weights.send(shared.info())
-    assert same(weights.answer(), on_a)
+    assert same(weights.answer(), vllm_fresh_b)

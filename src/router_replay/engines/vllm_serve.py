@@ -10,6 +10,7 @@ reaches the port do these things, so the server listens on 127.0.0.1 unless --ho
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import pathlib
 import subprocess
@@ -43,7 +44,10 @@ def server_command(model: str, arguments: Sequence[str] = ()) -> tuple[list[str]
         command.append("--enable-scale-out")  # /inference/v1/generate, which older versions always have
     if not _has_tokenizer(model):
         command.append("--skip-tokenizer-init")
-    return command + list(arguments), {**os.environ, **plugin_environment(os.environ)}
+    environment = {**os.environ, **plugin_environment(os.environ)}
+    if environment[vllm_plugin.ENVIRONMENT] != "0":
+        command += ["--weight-transfer-config", json.dumps({"backend": vllm_plugin.BACKEND})]
+    return command + list(arguments), environment
 
 
 def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pathlib
 import shutil
 
-import torch
-
 from router_replay.report import Row, Run, comparison, write_report
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.sync_loop import train
@@ -33,8 +31,6 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
 
 def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
     """Both runs, the page `report.html` with its JSON, the table's rows and what can be said of them."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # such small matrices gain nothing from a second one, which then waits for the engine's
     for mode in MODES:
         shutil.rmtree(out / mode, ignore_errors=True)
         train(demo_config(mode, out, steps, fp8))
@@ -51,8 +47,12 @@ def findings(rows: list[Row], fp8: bool = False) -> list[str]:
     notes = []
     if off.k3_first and r3.k3_first:
         fall = off.k3_first / r3.k3_first
-        reached = "at least the threefold fall that we promise" if fall >= 3 else "less than the threefold fall we promise"
-        notes.append(f"At the first step, on the same rollouts, R3 makes the k3 KL {fall:.1f} times smaller: {reached}.")
+        reached = (
+            "at least the threefold fall that we promise" if fall >= 3 else "less than the threefold fall we promise"
+        )
+        notes.append(
+            f"At the first step, on the same rollouts, R3 makes the k3 KL {fall:.1f} times smaller: {reached}."
+        )
     if off.extreme_mean is not None and r3.extreme_mean is not None:
         notes.append(
             f"Tokens whose probabilities differ by more than a factor 2: {off.extreme_mean:.1e} of all without replay, "

@@ -15,6 +15,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -268,3 +269,14 @@ def _slots(now: torch.Tensor, whole: Batch, old: Scored, device: torch.device) -
         sequences=tensor("sample_ids"),
         reference_logprobs=old.reference_logprobs,
     )
+
+
+def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> tuple[np.ndarray, np.ndarray]:
+    """Old and rollout log-probs of the tokens that bear loss."""
+    old, rollout = [], []
+    for mini, marks in zip(minis, scored, strict=True):
+        for micro, mark in zip(mini.micro, marks, strict=True):
+            mask = micro.whole.label_mask
+            old.append(mark.old_logprobs.cpu().numpy()[mask])
+            rollout.append(micro.whole.label_logprobs[mask])
+    return np.concatenate(old), np.concatenate(rollout)

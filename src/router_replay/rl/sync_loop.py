@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from router_replay.engines.base import Engine
 from router_replay.errors import ConfigError, RouterReplayError, TrainError
@@ -28,7 +30,7 @@ from router_replay.rl.episodes import episode_figures, samples_of, save_episodes
 from router_replay.rl.interrupts import Interrupts
 from router_replay.rl.metrics import MetricsWriter
 from router_replay.rl.models import load_tokenizer, model_folder, whole_state
-from router_replay.rl.policy import Policy, Scored
+from router_replay.rl.policy import Policy, Scored, old_and_rollout
 from router_replay.rl.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.weights import WeightSync
@@ -40,11 +42,18 @@ def train(config: TrainConfig, resume: bool = False) -> Progress:
     """Run to the end, or raise with what there is saved. One call per process; torchrun makes several."""
     warnings = check_config(config, ranks.world_size())
     here = ranks.join(config)
+    _leave_the_engine_a_core(config, here)
     try:
         with SyncLoop(config, here, resume, warnings) as loop:
             return loop.run()
     finally:
         ranks.leave()
+
+
+def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:
+    """On a CPU, threads that wait for each other while vLLM has their core make a step ten times slower."""
+    if here.device.type == "cpu" and config.engine.kind == "vllm" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
 
 
 class SyncLoop:
@@ -173,7 +182,7 @@ class SyncLoop:
         self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]], seconds: float
     ) -> None:
         counts = self.policy.route_counts()
-        gaps = self._ranks.gather(_differences(minis, scored) if self._ranks.piece == 0 else None)
+        gaps = self._ranks.gather(old_and_rollout(minis, scored) if self._ranks.piece == 0 else None)
         if not self._ranks.is_first:
             return
         assert self._rollout is not None
@@ -235,6 +244,10 @@ class SyncLoop:
             if isinstance(error, KeyboardInterrupt):
                 raise TrainError(f"stopped at step {self.progress.step}; {saved}; go on with --resume") from error
             raise type(error)(f"step {self.progress.step}: {error}\n{saved}; go on with --resume") from error
+        except Exception:
+            if self._ranks.world == 1:  # several ranks may not all be here, and would wait for each other for ever
+                self._display.note(self._save_what_there_is())
+            raise
 
     def _save_what_there_is(self) -> str:
         output, step = self._config.output, self.progress.step
@@ -278,14 +291,3 @@ class SyncLoop:
 
     def __exit__(self, *error: Any) -> None:
         self._closing.__exit__(*error)
-
-
-def _differences(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> tuple[np.ndarray, np.ndarray]:
-    """Old and rollout log-probs of the tokens that bear loss."""
-    old, rollout = [], []
-    for mini, marks in zip(minis, scored, strict=True):
-        for micro, mark in zip(mini.micro, marks, strict=True):
-            mask = micro.whole.label_mask
-            old.append(mark.old_logprobs.cpu().numpy()[mask])
-            rollout.append(micro.whole.label_logprobs[mask])
-    return np.concatenate(old), np.concatenate(rollout)

@@ -1,7 +1,7 @@
 """What Router Replay adds to vLLM, by vLLM's own plugin entry point: nothing unless asked for.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
-variable ROUTER_REPLAY_VLLM it returns at once. With it, four things are supplied:
+variable ROUTER_REPLAY_VLLM it returns at once. With it, five things are supplied:
 
     forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
@@ -9,6 +9,7 @@ variable ROUTER_REPLAY_VLLM it returns at once. With it, four things are supplie
     worker calls       report (is the plugin active, and if not why), progress of each
                        request, weights with the CPU repair                                worker.py, weights.py
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     transfer.py
+    delivery           captured rows leave the engine core in one array for each step      delivery.py
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
 routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures

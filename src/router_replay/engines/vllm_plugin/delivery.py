@@ -1,17 +1,17 @@
-"""How rows come from vLLM's engine core to the process that asked: one array for each step, not one for each request.
+"""How captured rows leave vLLM's engine core: one array for each step, not one for each request.
 
-While requests decode, each has one new row in every step, and vLLM sends each as an array of its own: at 256
-requests most of what capture costs. Here the one-row arrays of a step are laid into one, which travels with the
-first of them and is taken apart where the message is read:
+While requests decode, each has one new row in every step. vLLM cuts it out, and sends it as an array of its own: in
+Python, for each of 256 requests, that is most of what capture costs. Here the rows of a step travel together, with
+the first of their requests, and are taken apart where the message is read:
 
     sent by vLLM       a: [1, L, K]      b: [1, L, K]      c: [512, L, K] (a prompt)
     sent here          a: [2, 1, L, K]   b: nothing        c: [512, L, K]
 
-The process that starts an engine core and reads its messages asks for that by an environment variable, so nothing is
-packed that nobody takes apart. All else, and whatever is not as expected, is left to vLLM.
+vLLM also lists the blocks of every request in every step, to read a prompt's rows from when the prompt is done.
+Here only requests that have no token yet are listed.
 
-vLLM also lists the blocks of every request in every step, to read the rows of a prompt from when the prompt is
-done. Here only requests that have no token yet are listed.
+The process that starts an engine core, and reads its messages, asks for this by an environment variable, so nothing
+is packed that nobody takes apart. Whatever is not as expected is left to vLLM; the plugin's report says why.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import numpy as np
 from router_replay.engines.vllm_samples import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 
-# "1" in an engine core whose reader takes packed rows apart. Set to "0" by a user, all is left to vLLM.
+# In an engine core: the id of the process that reads its messages and takes packed rows apart, which is its parent.
+# Set to "0" by a user, all is left to vLLM.
 ENVIRONMENT = "ROUTER_REPLAY_VLLM_PACKED"
 
 
 def state(vllm_config: Any) -> str:
     """For the plugin's report, in any process of an engine: "packed", or why rows come as vLLM sends them."""
     reason = _reason_against(vllm_config)
-    if not reason and os.environ.get(ENVIRONMENT) != "1":
+    if not reason and not os.environ.get(ENVIRONMENT):
         reason = "the process that reads the engine's messages did not ask for packed rows"
     return reason or "packed"
 
@@ -49,6 +50,8 @@ def _reason_against(vllm_config: Any) -> str:
         return "speculative decoding"
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "data parallelism"
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return "a diffusion model samples more than one token in a step"
     return _unexpected()
 
 
@@ -64,12 +67,21 @@ def _unexpected() -> str:
         refuse_version(vllm.__version__)
     except RouterReplayError as error:
         return str(error)
-    there = {
-        "EngineCoreOutput": {"routed_experts", "new_token_ids"} <= set(EngineCoreOutput.__struct_fields__),
-        "MPClient": {"vllm_config", "client_addresses"} <= set(inspect.signature(MPClient.__init__).parameters),
-        "Scheduler": all(hasattr(Scheduler, name) for name in ("update_from_output", "_update_after_schedule")),
+    used = {
+        "EngineCoreOutput": (EngineCoreOutput.__struct_fields__, {"routed_experts", "new_token_ids"}),
+        "MPClient": (inspect.signature(MPClient.__init__).parameters, {"vllm_config", "client_addresses"}),
+        "Scheduler.update_from_output": (
+            Scheduler.update_from_output.__code__.co_names,
+            {"_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"},
+        ),
+        "Scheduler._update_after_schedule": (
+            Scheduler._update_after_schedule.__code__.co_names,
+            {"_re_block_ids", "enable_return_routed_experts"},
+        ),
     }
-    return ", ".join(f"vLLM's {name} is not as expected" for name, found in there.items() if not found)
+    return "; ".join(
+        f"{name} of this vLLM knows no {lost}" for name, (found, names) in used.items() if (lost := names - set(found))
+    )
 
 
 # -- the engine core --------------------------------------------------------------------------------
@@ -145,7 +157,7 @@ class Delivery:
 
 
 def _attach(scheduler: Any) -> None:
-    if os.environ.get(ENVIRONMENT) == "1" and not _reason_against(scheduler.vllm_config):
+    if os.environ.get(ENVIRONMENT) == str(os.getppid()) and not _reason_against(scheduler.vllm_config):
         Delivery(scheduler).attach()
 
 
@@ -182,7 +194,7 @@ def _unpacking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _asked_for() -> Iterator[None]:
     """In the environment of the engine core that is started inside the block."""
     before = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = "1"
+    os.environ[ENVIRONMENT] = str(os.getpid())
     try:
         yield
     finally:
