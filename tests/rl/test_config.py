@@ -326,3 +326,14 @@ def test_the_documentation_has_every_setting_with_its_default() -> None:
             name, _, value = line.partition(" = ")
             printed.append((block + name, value))
     assert documented == printed
+
+
+@pytest.mark.parametrize("path", sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.toml")), ids=str)
+def test_the_examples_are_configs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Those of a model and a server that are not here are only read; the others pass every check."""
+    config = load_config(path)
+    if config.model.path == "tiny":
+        assert check_config(config, world_size=1) == []
+    else:
+        (tmp_path / "model").mkdir()
+        check_config(load_config(path, [f"model.path={tmp_path / 'model'}"]), world_size=config.trainer.ulysses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 from typing import Any
 
@@ -31,5 +32,6 @@ def run(chosen: argparse.Namespace) -> int:
     from router_replay.rl.sync_loop import train
 
     progress = train(config, resume=chosen.resume)
-    print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints")
     return 0

@@ -55,8 +55,8 @@ def findings(rows: list[Row], fp8: bool = False) -> list[str]:
         )
     if off.extreme_mean is not None and r3.extreme_mean is not None:
         notes.append(
-            f"Tokens whose probabilities differ by more than a factor 2: {off.extreme_mean:.1e} of all without replay, "
-            f"{r3.extreme_mean:.1e} with it."
+            f"Tokens whose probabilities differ by more than a factor 2: {off.extreme_mean:.3%} of all without replay, "
+            f"{r3.extreme_mean:.3%} with it."
         )
     if off.reward_last is not None and r3.reward_last is not None:
         gap = r3.reward_last - off.reward_last

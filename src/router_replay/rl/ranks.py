@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from typing import Any
 
@@ -93,6 +94,7 @@ def join(config: TrainConfig) -> Ranks:
 
 
 def leave() -> None:
+    gc.collect()  # what still held a group, and its threads, would end them when the interpreter is half gone
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -44,10 +44,14 @@ def train(config: TrainConfig, resume: bool = False) -> Progress:
     here = ranks.join(config)
     _leave_the_engine_a_core(config, here)
     try:
-        with SyncLoop(config, here, resume, warnings) as loop:
-            return loop.run()
+        return _run(config, here, resume, warnings)
     finally:
         ranks.leave()
+
+
+def _run(config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str]) -> Progress:
+    with SyncLoop(config, here, resume, warnings) as loop:
+        return loop.run()
 
 
 def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:
