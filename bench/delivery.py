@@ -41,7 +41,7 @@ from router_replay.engines.vllm_plugin import delivery
 MODES = ("capture off", "vLLM's own", "packed")
 PHASES = ("schedule", "update", "encode", "decode", "process")
 BLOCK, PROMPT, TOP_K = 16, 512, 8
-LIMIT = 1.03
+LIMIT = 1.1
 
 
 class Core:

@@ -70,7 +70,7 @@ def test_fp8_rounds_the_matrices_and_leaves_routers_norms_embeddings_and_head(
 
 
 def test_fp8_rounding_is_float8_with_one_scale_per_block() -> None:
-    tensor = torch.randn(2, 130, 200, generator=torch.Generator().manual_seed(0)).clamp(min=-3, max=3)
+    tensor = torch.randn(2, 130, 200, generator=torch.Generator().manual_seed(0)).clamp(min=-2, max=2)
     tensor[0, 0, 0] = 1e6  # beside it all others of its block, and of no other, are too small for a float8
     rounded = fp8_rounded(tensor)
     assert rounded[0, 0, 0] == 1e6

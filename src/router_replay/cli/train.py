@@ -20,11 +20,10 @@ def add(commands: Any) -> None:
 def run(chosen: argparse.Namespace) -> int:
     from router_replay.rl.config import load_config, to_toml
     from router_replay.rl.config_checks import check_config
+    from router_replay.rl.ranks import world_size
 
     config = load_config(chosen.config, chosen.set)
     if chosen.dry_run:
-        from router_replay.rl.ranks import world_size
-
         for warning in check_config(config, world_size()):
             print(f"# note: {warning}")
         print(to_toml(config), end="")
@@ -33,5 +32,7 @@ def run(chosen: argparse.Namespace) -> int:
 
     progress = train(config, resume=chosen.resume)
     if os.environ.get("RANK", "0") == "0":
-        print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints")
+        print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints", flush=True)
+    if world_size() > 1:
+        os._exit(0)  # all is written and closed; gloo's threads now and then abort an interpreter that is ending
     return 0
