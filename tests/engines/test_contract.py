@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
 from typing import Any
 
@@ -147,6 +148,19 @@ async def started(engine: Engine, *requests: Request, seconds: float) -> list[as
     tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
     await asyncio.sleep(seconds)
     return tasks
+
+
+def test_a_seed_gives_the_same_sample_again_beside_others(engine: Engine) -> None:
+    """Also where the prompt takes several steps, and where others come and go meanwhile."""
+    seeded = Request(prompt(), Sampling(24, n=2, seed=11, ignore_eos=True))
+    alone = engine.generate([seeded])
+    others = [Request(prompt(seed), Sampling(4 + seed, seed=seed, ignore_eos=True)) for seed in range(1, 5)]
+    beside = engine.generate([*others, dataclasses.replace(seeded, id="again")])[-2:]
+    other = engine.generate([Request(prompt(), Sampling(24, n=2, seed=12, ignore_eos=True))])
+    for a, b, c in zip(alone, beside, other, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert not np.array_equal(a.token_ids, c.token_ids)
+    assert not np.array_equal(alone[0].token_ids, alone[1].token_ids)
 
 
 def test_abort_returns_what_there_is(engine: Engine) -> None:

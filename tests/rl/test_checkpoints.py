@@ -58,9 +58,11 @@ def test_kill_minus_nine_at_any_moment_changes_nothing_in_the_end(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(make_config(*common, f"output={whole}"))
     # While a checkpoint is being written, while a step is under way, and right after a checkpoint.
-    writing = cut / "checkpoints" / ".writing_step_000002"
-    kill_when(start(settings, *common, f"output={cut}"), writing.exists)
-    assert [path.name for path in (cut / "checkpoints").glob("step_*")] == ["step_000001"]
+    writing, written = cut / "checkpoints" / ".writing_step_000002", cut / "checkpoints" / "step_000002"
+    kill_when(start(settings, *common, f"output={cut}"), lambda: writing.exists() or written.exists())
+    left = checkpoints.latest(cut)
+    assert left is not None
+    assert checkpoints.read_progress(left).step == int(left.name[-1])
     kill_when(start(settings, *common, f"output={cut}"), lambda: len(lines(cut)) == 3)
     fourth = cut / "checkpoints" / "step_000004"
     kill_when(start(settings, *common, f"output={cut}"), fourth.exists)
@@ -98,3 +100,15 @@ def test_a_run_is_not_written_over(make_config: Callable[..., TrainConfig]) -> N
 def test_what_is_no_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TrainError, match="is no checkpoint of router-replay train"):
         checkpoints.read_progress(tmp_path)
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_taken(make_config: Callable[..., TrainConfig]) -> None:
+    config = make_config("steps=1", "replay=off")
+    train(config)
+    folder = checkpoints.latest(config.output)
+    assert folder is not None
+    (folder.with_name(".writing_step_000002")).mkdir()  # what a kill in the middle leaves
+    assert checkpoints.latest(config.output) == folder
+    again = config.model_copy(update={"steps": 2})
+    assert train(again, resume=True).step == 2  # and it is in nobody's way
+    assert not (folder.with_name(".writing_step_000002")).exists()

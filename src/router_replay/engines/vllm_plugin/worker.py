@@ -16,6 +16,7 @@ import numpy as np
 from router_replay import __version__
 from router_replay.engines.vllm_plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, delivery
 from router_replay.engines.vllm_plugin.forcing import ForcedRouting, refuse_unsupported
+from router_replay.engines.vllm_plugin.seeds import HeldGenerators
 from router_replay.engines.vllm_plugin.weights import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
@@ -46,6 +47,8 @@ class WorkerState:
             self.reason = str(error)
             if os.environ.get(ENVIRONMENT) == REQUIRED:
                 raise
+        on_cpu = getattr(getattr(runner, "device", None), "type", "") == "cpu"
+        self._generators = HeldGenerators(runner) if on_cpu and hasattr(runner, "discard_request_mask") else None
         if hasattr(runner, "_prepare_inputs"):
             runner._prepare_inputs = self._watching(runner._prepare_inputs)
 
@@ -56,7 +59,12 @@ class WorkerState:
             self._note_progress(num_scheduled_tokens)
             if self.forcing is not None:
                 self.forcing.fill(scheduler_output, num_scheduled_tokens)
-            return original(scheduler_output, num_scheduled_tokens, *rest, **more)
+            if self._generators is None:
+                return original(scheduler_output, num_scheduled_tokens, *rest, **more)
+            self._generators.give_back()
+            prepared = original(scheduler_output, num_scheduled_tokens, *rest, **more)
+            self._generators.hold()
+            return prepared
 
         return prepare_inputs
 
