@@ -29,7 +29,7 @@ from router_replay.rl.models import load_tokenizer, model_folder
 from router_replay.rl.policy import Policy
 from router_replay.rl.rollout import Rollout
 
-LIMIT = 1.03
+LIMITS = {"cuda": 1.03, "cpu": 1.05}  # off against off differs by up to 3 % on two noisy cores
 MODES = ("off", "off again", "r2", "r3")
 
 
@@ -89,8 +89,9 @@ def main() -> int:
     for mode, taken in seconds.items():
         ratios[mode] = statistics.median(a / b for a, b in zip(taken, seconds["off"], strict=True))
         print(f"| {mode} | {statistics.median(taken) * 1e3:.1f} | {ratios[mode]:.4f}x |")
-    missed = ratios["r3"] > LIMIT
-    print(f"\na step with R3 costs {ratios['r3']:.4f}x (limit {LIMIT}x): {'MISSED' if missed else 'ok'}")
+    limit = LIMITS[here.device.type]
+    missed = ratios["r3"] > limit
+    print(f"\na step with R3 costs {ratios['r3']:.4f}x (limit {limit}x): {'MISSED' if missed else 'ok'}")
     ranks.leave()
     return int(missed)
 

@@ -44,7 +44,7 @@ def test_the_weights_reach_the_engine_and_are_saved(shown: pathlib.Path) -> None
 
 def test_what_is_said_is_what_was_measured(shown: pathlib.Path) -> None:
     rows = comparison([Run("off", shown / "off"), Run("r3", shown / "r3")])
-    fall, _, reward = findings(rows)
+    fall, _, reward, _ = findings(rows)
     assert "at least the threefold fall" in fall
     assert "do not differ by more than noise" in reward
     [_, other] = rows

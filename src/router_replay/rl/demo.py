@@ -66,4 +66,8 @@ def findings(rows: list[Row], fp8: bool = False) -> list[str]:
         )
     if fp8:
         notes.append("The engine ran on weights rounded to FP8 blocks; replay repairs the routing's part of that gap.")
+    notes.append(
+        "The runs come one after the other, so their times also differ by what else the machine did meanwhile; "
+        "python -m bench.train measures what replay costs side by side."
+    )
     return notes
