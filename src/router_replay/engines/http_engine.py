@@ -1,7 +1,6 @@
 """The protocol of engines over the few calls that a server behind a URL has.
 
-All work happens on one event loop in a thread of its own, so `submit` may be awaited in any loop, and the blocking
-calls may come from any thread. Requests pass a gate, which is shut while the engine is paused and while weights
+Requests pass a gate, which is shut while the engine is paused and while weights
 change: what would start then would have two versions.
 """
 
@@ -10,19 +9,17 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
 from router_replay.engines.base import Completion, Engine, InFlight, Request
 from router_replay.engines.http import Http
+from router_replay.engines.on_loop import LoopEngine
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 
-T = TypeVar("T")
 ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the server, so it is said again
 
 
@@ -39,23 +36,19 @@ class Flight:
         self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
 
 
-class HttpEngine(Engine):
+class HttpEngine(LoopEngine):
     """The protocol over a server. A subclass supplies the calls below "what a server does"."""
 
     server = "HTTP"
 
     def __init__(self, url: str, version: int, timeout: float) -> None:
-        self.version = version
+        super().__init__(version, self.server)
         self._timeout = timeout
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
-        self._thread.start()
         self._flights: list[Flight] = []
         self._open = True  # requests start; shut while paused and while weights change
         self._held = False  # the server itself does not compute
         self._paused = False  # by the caller
         self._broken = ""
-        self._closed = False
         try:
             self._wait(self._start(url))
         except BaseException:
@@ -84,35 +77,6 @@ class HttpEngine(Engine):
     @abc.abstractmethod
     async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
         """Load weights into the held server; may set `_broken` when what it holds is not known any more."""
-
-    # -- the protocol ---------------------------------------------------------------------------
-
-    async def submit(self, request: Request) -> list[Completion]:
-        self._refuse_closed()
-        request.check(self.spec, self.capabilities)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        wanted = None if request_ids is None else set(request_ids)
-        return self._wait(self._abort(wanted))
-
-    def pause(self, in_flight: InFlight = "keep") -> None:
-        self._wait(self._pause(in_flight))
-
-    def resume(self) -> None:
-        self._wait(self._resume())
-
-    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
-        self._wait(self._update(str(source), version, in_flight))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        finally:
-            self._stop_loop()
 
     # -- on the loop ----------------------------------------------------------------------------
 
@@ -257,33 +221,6 @@ class HttpEngine(Engine):
         async with self._gate:
             self._open = not self._paused
             self._gate.notify_all()
-
-    # -- helpers --------------------------------------------------------------------------------
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            self._refuse_closed()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed")
-
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    def _stop_loop(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
 
 
 def nothing_generated(flight: Flight, engine: Engine) -> list[Completion]:

@@ -1,7 +1,6 @@
 """What vLLM in process and vLLM over HTTP share: flights, aborts, pauses, and weight swaps with the right versions.
 
-All work happens on one event loop in a thread of its own, so `submit` may be awaited in any loop and the
-blocking calls may come from any thread. A subclass supplies the few calls of `Transport`.
+A `Transport` supplies the few calls in which they differ.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 import abc
 import asyncio
 import json
-import threading
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request
+from router_replay.engines.base import Capabilities, Completion, InFlight, Request
+from router_replay.engines.on_loop import LoopEngine
 from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
 from router_replay.engines.vllm_weights import SharedWeights
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
-
-T = TypeVar("T")
 
 
 class Transport(abc.ABC):
@@ -57,18 +54,14 @@ class Transport(abc.ABC):
     async def close(self) -> None: ...
 
 
-class VllmClient(Engine):
+class VllmClient(LoopEngine):
     """The protocol over a Transport. `start` is run on the client's loop and gives the transport, or raises."""
 
     def __init__(self, start: Coroutine[Any, Any, Transport], version: int = 0) -> None:
-        self.version = version
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="router-replay-vllm", daemon=True)
-        self._thread.start()
+        super().__init__(version, "vllm")
         self._flights: dict[str, Flight] = {}
         self._paused = False
         self._broken = ""
-        self._closed = False
         self._open = asyncio.Event()  # closed while weights change: what starts then would have two versions
         self._open.set()
         self._exclusive = asyncio.Lock()
@@ -83,20 +76,8 @@ class VllmClient(Engine):
     # -- the protocol ---------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> list[Completion]:
-        self._refuse_closed()
-        request.check(self.spec, self.capabilities)
         self._refuse_temperature(request)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        wanted = None if request_ids is None else set(request_ids)
-        return self._wait(self._abort(wanted))
-
-    def pause(self, in_flight: InFlight = "keep") -> None:
-        self._wait(self._pause(in_flight))
-
-    def resume(self) -> None:
-        self._wait(self._resume())
+        return await super().submit(request)
 
     def update_weights(self, source: str | SharedWeights, version: int, in_flight: InFlight = "abort") -> None:
         """Load a folder, a safetensors file or memory that `vllm_weights.share` filled, in place.
@@ -109,15 +90,6 @@ class VllmClient(Engine):
     def report(self) -> dict[str, Any]:
         """What the plugin in the worker says of itself: rules of the routers, rows forced so far."""
         return self._wait(self._transport.call("router_replay_report"))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            asyncio.run_coroutine_threadsafe(self._land(), self._loop).result()
-        finally:
-            self._stop_loop()
 
     # -- on the loop ----------------------------------------------------------------------------
 
@@ -211,22 +183,12 @@ class VllmClient(Engine):
             raise EngineError(self._broken)
         self.version = version
 
-    async def _land(self) -> None:
+    async def _close(self) -> None:
         for flight in list(self._flights.values()):
             flight.done.cancel()
         await self._transport.close()
 
     # -- helpers --------------------------------------------------------------------------------
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            self._refuse_closed()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineError("this engine was closed")
 
     def _refuse_temperature(self, request: Request) -> None:
         if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):
@@ -234,17 +196,3 @@ class VllmClient(Engine):
                 f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
                 "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
             )
-
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        for task in (tasks := asyncio.all_tasks(self._loop)):
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    def _stop_loop(self) -> None:
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)

@@ -1,0 +1,103 @@
+"""What engines behind a connection share: one event loop in a thread of its own.
+
+`submit` may then be awaited in any loop, and the blocking calls may come from any thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.errors import EngineError
+
+T = TypeVar("T")
+
+
+class LoopEngine(Engine):
+    """The protocol's calls, handed over to coroutines of the same names on the engine's own loop."""
+
+    def __init__(self, version: int, name: str) -> None:
+        self.version = version
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{name}", daemon=True)
+        self._thread.start()
+
+    @abc.abstractmethod
+    async def _fly(self, request: Request) -> list[Completion]: ...
+
+    @abc.abstractmethod
+    async def _abort(self, wanted: set[str] | None) -> list[Completion]: ...
+
+    @abc.abstractmethod
+    async def _pause(self, in_flight: InFlight) -> None: ...
+
+    @abc.abstractmethod
+    async def _resume(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _update(self, source: str, version: int, in_flight: InFlight) -> None: ...
+
+    @abc.abstractmethod
+    async def _close(self) -> None:
+        """Let go of the connection; the loop ends afterwards."""
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Completion]:
+        self._refuse_closed()
+        request.check(self.spec, self.capabilities)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        wanted = None if request_ids is None else set(request_ids)
+        return self._wait(self._abort(wanted))
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        self._wait(self._pause(in_flight))
+
+    def resume(self) -> None:
+        self._wait(self._resume())
+
+    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
+        self._wait(self._update(str(source), version, in_flight))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        finally:
+            self._stop_loop()
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            self._refuse_closed()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed")
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
