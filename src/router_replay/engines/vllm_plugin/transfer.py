@@ -76,4 +76,4 @@ class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Part of the interface up to vLLM 0.26 or so; the trainer's side here is engines.vllm_weights.share."""
-        raise NotImplementedError("use router_replay.engines.vllm_weights.share")
+        raise EngineError("trainers send weights to this backend by router_replay.engines.vllm_weights.share")

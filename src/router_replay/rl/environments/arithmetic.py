@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from router_replay.rl.environments.base import Turn
-from router_replay.rl.environments.problems import operands
-from router_replay.rl.environments.text import end_of_sequence, ended_answer, prompt_tokens
+from router_replay.rl.environments.problems import NumbersTask, operands
+from router_replay.rl.environments.text import ended_answer, prompt_tokens
 
 
 def question(first: int, second: int) -> str:
     return f"{first}+{second}="
 
 
-class ArithmeticTask:
-    """Additions of two operands of `digits` digits, without end."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    problems: int | None = None
-
-    def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
-        self.tokenizer = tokenizer
-        self.digits = digits
-        self.seed = seed
-        self.end = end_of_sequence(tokenizer)
+class ArithmeticTask(NumbersTask):
+    """Additions of two operands."""
 
     def environment(self) -> ArithmeticEnvironment:
         return ArithmeticEnvironment(self)

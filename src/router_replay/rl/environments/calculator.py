@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from router_replay.rl.environments.base import Turn
-from router_replay.rl.environments.problems import operands
+from router_replay.rl.environments.problems import NumbersTask, operands
 from router_replay.rl.environments.text import (
-    end_of_sequence,
     ended_answer,
     further_tokens,
     one_token,
@@ -49,18 +48,13 @@ def reply(text: str) -> str:
     return f"[{_OPERATIONS[sign](int(first), int(second))}]"
 
 
-class CalculatorTask:
-    """Sums of three operands of `digits` digits, without end."""
-
-    problems: int | None = None
+class CalculatorTask(NumbersTask):
+    """Sums of three operands."""
 
     def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
-        self.tokenizer = tokenizer
-        self.digits = digits
-        self.seed = seed
-        self.end = end_of_sequence(tokenizer)
+        super().__init__(tokenizer, digits, seed)
         self.call_ends = one_token(tokenizer, CALL_ENDS)
-        self.stop_token_ids: tuple[int, ...] = (self.call_ends,)
+        self.stop_token_ids = (self.call_ends,)
 
     def environment(self) -> CalculatorEnvironment:
         return CalculatorEnvironment(self)

@@ -6,6 +6,22 @@ operands(seed=0, problem=7, count=2, digits=2)       # (57, 34), always
 from __future__ import annotations
 
 import hashlib
+from typing import Any
+
+from router_replay.rl.environments.text import end_of_sequence
+
+
+class NumbersTask:
+    """Problems about numbers of `digits` digits, without end, answered in tokens of `tokenizer`."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    problems: int | None = None
+
+    def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.digits = digits
+        self.seed = seed
+        self.end = end_of_sequence(tokenizer)
 
 
 def operands(seed: int, problem: int, count: int, digits: int) -> tuple[int, ...]:
