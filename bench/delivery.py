@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from router_replay.engines.vllm_plugin import delivery
 
-MODES = ("capture off", "vLLM's own", "packed")
+MODES = ("capture off", "vLLM's own", "rows packed", "packed")  # the last: log-probs too, as our plugin does
 PHASES = ("schedule", "update", "encode", "decode", "process")
 BLOCK, PROMPT, TOP_K = 16, 512, 8
 LIMIT = 1.1
@@ -51,7 +51,7 @@ class Core:
         self.captures, self.layers = mode != "capture off", layers
         self.milliseconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.frames = 0
-        os.environ[delivery.ENVIRONMENT] = str(os.getppid()) if mode == "packed" else "0"
+        os.environ[delivery.ENVIRONMENT] = str(os.getppid()) if "packed" in mode else "0"
         config = EngineArgs(
             model=model, enable_return_routed_experts=self.captures, max_model_len=4096, max_num_seqs=requests,
             block_size=32, skip_tokenizer_init=True, max_num_batched_tokens=PROMPT * requests, enforce_eager=True,
@@ -61,8 +61,10 @@ class Core:
         attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["attention"], attention)])
         self.scheduler = AsyncScheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
+        if mode == "rows packed":
+            self.scheduler.update_from_output.__self__._logprobs_of = lambda *_: None
         self.encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-        self.decode = delivery._unpacking(decoder.decode) if mode == "packed" else decoder.decode
+        self.decode = delivery._unpacking(decoder.decode) if "packed" in mode else decoder.decode
         self.processor = OutputProcessor(None, log_stats=False)
         self.random = np.random.default_rng(0)
         hasher = get_request_block_hasher(BLOCK, sha256)

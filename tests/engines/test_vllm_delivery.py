@@ -33,6 +33,11 @@ def rows_of(conversation: int, first: int, end: int) -> np.ndarray:
     return ((conversation * 7919 + position * 104729 >> 3 * slot) + layer) % EXPERTS
 
 
+def logprob_of(conversation: int, tokens: int) -> float:
+    """Of what is sampled after so many tokens; exact in float32."""
+    return -(conversation * 1024 + tokens) / 8192
+
+
 class Core:
     """An engine core and its reader: real but for the model, one step ahead as vLLM is on a GPU."""
 
@@ -64,11 +69,15 @@ class Core:
         self._conversations: dict[str, int] = {}
         self._under_way: collections.deque[tuple[Any, Any]] = collections.deque()
         self.arrays = 0  # that were sent
+        self.logprob_arrays = 0
         self.preempted = 0
         self.rows: dict[str, np.ndarray] = {}
+        self.logprobs: dict[str, list[float] | None] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, name: str, conversation: int, prompt: int, tokens: int, start: int = 0) -> None:
+    def add(
+        self, name: str, conversation: int, prompt: int, tokens: int, start: int = 0, logprobs: int | None = 0
+    ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine import EngineCoreRequest
@@ -78,6 +87,7 @@ class Core:
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=logprobs,
             routed_experts_prompt_start=start,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -97,10 +107,10 @@ class Core:
 
     def _compute(self, scheduled: Any) -> Any:
         """What the worker answers. It orders requests as it likes, which is not the scheduler's order."""
-        from vllm.v1.outputs import ModelRunnerOutput, RoutedExpertsLists
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, RoutedExpertsLists
 
         names = sorted(scheduled.num_scheduled_tokens, key=lambda name: name[::-1])
-        rows, slots, sampled = [], [], []
+        rows, slots, sampled, logprobs = [], [], [], []
         for name in names:
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
@@ -110,16 +120,24 @@ class Core:
             rows.append(rows_of(self._conversations[name], first, end))
             slots.append(blocks[positions // BLOCK] * BLOCK + positions % BLOCK)
             sampled.append([] if request.is_prefill_chunk else [5])
+            logprobs.append([logprob_of(self._conversations[name], end)])
         routed = RoutedExpertsLists(np.concatenate(rows).astype(np.int32), np.concatenate(slots))
-        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled, routed_experts=routed)
+        count = len(names)
+        lists = LogprobsLists(np.full((count, 1), 5), np.asarray(logprobs, np.float32), np.ones(count, np.int64), None)
+        places = {name: place for place, name in enumerate(names)}
+        return ModelRunnerOutput(names, places, sampled, logprobs=lists, routed_experts=routed)
 
     def _read(self, scheduled: Any, answer: Any) -> None:
         for message in self.scheduler.update_from_output(scheduled, answer).values():
             self.arrays += sum(output.routed_experts is not None for output in message.outputs)
+            self.logprob_arrays += sum(output.new_logprobs is not None for output in message.outputs)
             received = self._decoder.decode([bytes(part) for part in self._encoder.encode(message)])
             delivery.unpack(received.outputs)
             for done in self.outputs.process_outputs(received.outputs).request_outputs:
-                self.rows[done.request_id] = done.outputs[0].routed_experts
+                [choice] = done.outputs
+                self.rows[done.request_id] = choice.routed_experts
+                steps = None if choice.logprobs is None else list(choice.logprobs)
+                self.logprobs[done.request_id] = steps and [step[5].logprob for step in steps]
                 self.cached[done.request_id] = done.num_cached_tokens
 
     def abort(self, name: str) -> tuple[int, np.ndarray]:
@@ -131,10 +149,10 @@ class Core:
         return len(state.detokenizer.output_token_ids), np.concatenate(state.routed_experts_chunks)
 
 
-def play(core: Core) -> tuple[int, np.ndarray]:
+def play(core: Core, all_want_logprobs: bool) -> tuple[int, np.ndarray]:
     """Long and short prompts, two with one beginning, rows left out, too few blocks for all, one aborted."""
     core.add("long", 1, prompt=150, tokens=40)
-    core.add("short", 2, prompt=5, tokens=60)
+    core.add("short", 2, prompt=5, tokens=60, logprobs=0 if all_want_logprobs else None)
     core.add("late start", 3, prompt=70, tokens=30, start=69)
     core.add("no prompt rows", 4, prompt=33, tokens=50, start=33)
     core.add("aborted", 5, prompt=40, tokens=100)
@@ -162,10 +180,19 @@ EXPECTED = {
 }
 
 
+PROMPTS = {
+    "long": 150, "short": 5, "late start": 70, "no prompt rows": 33, "one token": 20, "short again": 64,
+    "long again": 180,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("all_want_logprobs", [True, False])
 @pytest.mark.parametrize("packed", [True, False], ids=["ours", "vLLM's own"])
-def test_every_request_is_given_its_own_rows(packed: bool, checkpoints: Checkpoints) -> None:
+def test_every_request_is_given_its_own_rows_and_logprobs(
+    packed: bool, all_want_logprobs: bool, checkpoints: Checkpoints
+) -> None:
     core = Core(checkpoints.a, packed)
-    tokens, rows = play(core)
+    tokens, rows = play(core, all_want_logprobs)
     assert core.preempted
     assert core.cached["long again"] >= BLOCK
     assert tokens > 3
@@ -174,6 +201,11 @@ def test_every_request_is_given_its_own_rows(packed: bool, checkpoints: Checkpoi
     for name, (conversation, first, end) in EXPECTED.items():
         np.testing.assert_array_equal(core.rows[name], rows_of(conversation, first, end), err_msg=name)
         assert core.rows[name].dtype == np.uint8
+        if name == "short" and not all_want_logprobs:
+            assert core.logprobs[name] is None
+            continue
+        prompt = PROMPTS[name]
+        assert core.logprobs[name] == [logprob_of(conversation, sampled) for sampled in range(prompt, end + 1)]
 
 
 def test_requests_that_decode_together_send_one_array_a_step(checkpoints: Checkpoints) -> None:
@@ -184,13 +216,13 @@ def test_requests_that_decode_together_send_one_array_a_step(checkpoints: Checkp
             core.add(f"request {number}", number, prompt=10, tokens=20)
         for _ in range(21):
             core.step()
-        sent[packed] = core.arrays
+        sent[packed] = core.arrays, core.logprob_arrays
         assert len(core.rows) == 4
-    assert sent == {True: 4 + 19, False: 4 * 20}
+    assert sent == {True: (4 + 19, 20), False: (4 * 20, 4 * 20)}
 
 
-def output(*tokens: int, rows: np.ndarray | None = None) -> Any:
-    return types.SimpleNamespace(new_token_ids=list(tokens), routed_experts=rows)
+def output(*tokens: int, rows: np.ndarray | None = None, logprobs: Any = None) -> Any:
+    return types.SimpleNamespace(new_token_ids=list(tokens), routed_experts=rows, new_logprobs=logprobs)
 
 
 def test_a_row_is_not_kept_alive_by_its_step() -> None:
@@ -204,6 +236,14 @@ def test_a_row_is_not_kept_alive_by_its_step() -> None:
 def test_rows_that_are_not_as_many_as_their_requests_are_an_error() -> None:
     with pytest.raises(EngineError, match="2 packed rows for 3 requests"):
         delivery.unpack([output(7, rows=np.zeros((2, 1, 3, 2), np.uint8)), output(8), output(), output(9)])
+
+
+def test_logprobs_that_are_not_as_many_as_their_requests_are_an_error() -> None:
+    from vllm.v1.outputs import LogprobsLists
+
+    packed = LogprobsLists(np.zeros((2, 1), int), np.zeros((2, 1), np.float32), np.zeros(2, int), None)
+    with pytest.raises(EngineError, match="2 packed log-probs for 3 requests"):
+        delivery.unpack([output(7, logprobs=packed), output(8), output(9)])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How captured rows leave vLLM's engine core: one array for each step, not one for each request.
+"""How captured rows and log-probs leave vLLM's engine core: in arrays for each step, not for each request.
 
 While requests decode, each has one new row in every step. vLLM cuts it out, and sends it as an array of its own: in
 Python, for each of 256 requests, that is most of what capture costs. Here the rows of a step travel together, with
@@ -6,6 +6,8 @@ the first of their requests, and are taken apart where the message is read:
 
     sent by vLLM       a: [1, L, K]      b: [1, L, K]      c: [512, L, K] (a prompt)
     sent here          a: [2, 1, L, K]   b: nothing        c: [512, L, K]
+
+Log-probs are three arrays for each request, captured or not, and travel in the same way.
 
 vLLM also lists the blocks of every request in every step, to read a prompt's rows from when the prompt is done.
 Here only requests that have no token yet are listed.
@@ -31,6 +33,7 @@ from router_replay.errors import EngineError, RouterReplayError
 # In an engine core: the id of the process that reads its messages and takes packed rows apart, which is its parent.
 # Set to "0" by a user, all is left to vLLM.
 ENVIRONMENT = "ROUTER_REPLAY_VLLM_PACKED"
+LOGPROBS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")  # of vLLM's LogprobsLists, an item for each token
 
 
 def state(vllm_config: Any) -> str:
@@ -62,13 +65,15 @@ def _unexpected() -> str:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import MPClient
+    from vllm.v1.outputs import LogprobsLists
 
     try:
         refuse_version(vllm.__version__)
     except RouterReplayError as error:
         return str(error)
     used = {
-        "EngineCoreOutput": (EngineCoreOutput.__struct_fields__, {"routed_experts", "new_token_ids"}),
+        "EngineCoreOutput": (EngineCoreOutput.__struct_fields__, {"routed_experts", "new_token_ids", "new_logprobs"}),
+        "LogprobsLists": (LogprobsLists._fields, {*LOGPROBS, "cu_num_generated_tokens"}),
         "MPClient": (inspect.signature(MPClient.__init__).parameters, {"vllm_config", "client_addresses"}),
         "Scheduler.update_from_output": (
             Scheduler.update_from_output.__code__.co_names,
@@ -123,23 +128,43 @@ class Delivery:
         scheduled = scheduler_output.num_scheduled_tokens
         self._stored.store_batch(routed.routing_data, routed.slot_mapping)
         prompts = self._prompts_of(scheduled)
-        model_output.routed_experts = None  # vLLM then makes its outputs without rows
+        logprobs = self._logprobs_of(model_output, scheduled)
+        # vLLM then makes its outputs without them
+        model_output.routed_experts = None
+        if logprobs is not None:
+            model_output.logprobs = None
         messages = self._update_from_output(scheduler_output, model_output)
+        places = model_output.req_id_to_index
         # Rows lie in the model runner's order, and a request that decodes wants the last of its own.
         last = np.cumsum([scheduled[name] for name in model_output.req_ids]) - 1
         for message in messages.values():
-            decoded = [output for output in message.outputs if output.new_token_ids]
-            if prompts:
-                for output in decoded:
-                    if output.request_id in prompts:
-                        blocks = self._listed.pop(output.request_id)
-                        output.routed_experts = self._stored.get(blocks, *prompts[output.request_id])
-                decoded = [output for output in decoded if output.request_id not in prompts]
+            sampled = [output for output in message.outputs if output.new_token_ids]
+            if logprobs is not None and sampled:
+                wanted = [places[output.request_id] for output in sampled]
+                sampled[0].new_logprobs = logprobs._replace(
+                    **{name: getattr(logprobs, name)[wanted] for name in LOGPROBS}
+                )
+            for output in sampled if prompts else ():
+                if output.request_id in prompts:
+                    blocks = self._listed.pop(output.request_id)
+                    output.routed_experts = self._stored.get(blocks, *prompts[output.request_id])
+            decoded = [output for output in sampled if output.request_id not in prompts]
             if decoded:
-                places = [model_output.req_id_to_index[output.request_id] for output in decoded]
-                packed = routed.routing_data[last[places]].astype(self._stored.routed_experts_by_slot.dtype)
-                decoded[0].routed_experts = packed[:, None]
+                rows = routed.routing_data[last[[places[output.request_id] for output in decoded]]]
+                decoded[0].routed_experts = rows.astype(self._stored.routed_experts_by_slot.dtype)[:, None]
         return messages
+
+    def _logprobs_of(self, model_output: Any, scheduled: Mapping[str, int]) -> Any:
+        """The step's log-probs, where every request wants its own and has one token."""
+        logprobs = model_output.logprobs
+        if logprobs is None or logprobs.cu_num_generated_tokens is not None:
+            return None
+        for name in scheduled:
+            request = self._scheduler.requests.get(name)
+            parameters = request.sampling_params if request is not None else None
+            if parameters is None or parameters.num_logprobs is None:
+                return None
+        return logprobs
 
     def _prompts_of(self, scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """Of requests without a token yet: how long the prompt is, and how many of its rows are not wanted.
@@ -165,19 +190,36 @@ def _attach(scheduler: Any) -> None:
 
 
 def unpack(outputs: Sequence[Any]) -> None:
-    """Give every output of a message its row again. A message that was not packed stays as it is."""
-    carrier = next((one for one in outputs if one.routed_experts is not None and one.routed_experts.ndim == 4), None)
+    """Give every output of a message its row and its log-probs again. A message that was not packed stays as it is."""
+    sampled = [output for output in outputs if output.new_token_ids]
+    _unpack_logprobs(sampled)
+    carrier = next((one for one in sampled if one.routed_experts is not None and one.routed_experts.ndim == 4), None)
     if carrier is None:
         return
     packed = carrier.routed_experts
-    single = [one for one in outputs if one is carrier or (one.routed_experts is None and one.new_token_ids)]
-    if len(single) != len(packed):
-        raise EngineError(
-            f"a message of vLLM's engine core has {len(packed)} packed rows for {len(single)} requests; "
-            f"{ENVIRONMENT}=0 leaves rows to vLLM"
-        )
+    single = [one for one in sampled if one is carrier or one.routed_experts is None]
+    _refuse_other_count("rows", len(packed), len(single))
     for output, row in zip(single, packed, strict=True):
         output.routed_experts = row.copy()  # a view would keep the whole step's message as long as its longest request
+
+
+def _unpack_logprobs(sampled: Sequence[Any]) -> None:
+    packed = sampled[0].new_logprobs if sampled else None
+    if packed is None or len(packed.logprobs) <= len(sampled[0].new_token_ids):
+        return
+    _refuse_other_count("log-probs", len(packed.logprobs), len(sampled))
+    kind, (token_ids, logprobs, ranks) = type(packed), (getattr(packed, name) for name in LOGPROBS)
+    for place, output in enumerate(sampled):
+        own = slice(place, place + 1)
+        output.new_logprobs = kind(token_ids[own], logprobs[own], ranks[own], None)
+
+
+def _refuse_other_count(what: str, packed: int, requests: int) -> None:
+    if packed != requests:
+        raise EngineError(
+            f"a message of vLLM's engine core has {packed} packed {what} for {requests} requests; "
+            f"{ENVIRONMENT}=0 leaves them to vLLM"
+        )
 
 
 def _unpacking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
