@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -144,6 +146,17 @@ def test_sets_do_not_care_for_order_but_equality_does(seed: int) -> None:
     changed = routes.ids.copy()
     changed[3, 1, 2] = next(e for e in range(512) if e not in changed[3, 1])
     assert not routes.same_sets(Routes(changed, WIDE))
+
+
+@given(st.integers(0, 1000))
+def test_sorted_makes_equal_sets_equal_and_keeps_the_rest(seed: int) -> None:
+    routes = Routes(random_routes(6, WIDE, seed).ids, WIDE, captured=np.arange(6) != 2, versions=[0, 0, 1, 1, 2, 2])
+    turned = Routes(routes.ids[..., ::-1], WIDE, routes.captured, routes.versions)
+    assert routes.sorted() == turned.sorted()
+    assert routes.sorted().same_sets(routes)
+    assert np.array_equal(routes.sorted().ids, np.sort(routes.ids, axis=-1))
+    ordered = dataclasses.replace(WIDE, ordered=True)
+    assert np.array_equal(Routes(routes.ids, ordered, routes.captured).sorted().ids, routes.ids)
 
 
 # -- from an engine -------------------------------------------------------------------------------

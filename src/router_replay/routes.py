@@ -242,6 +242,12 @@ class Routes:
         """The same rows in memory of their own, so that a slice does not keep its whole alive."""
         return Routes._trusted(self._ids.copy(), self._spec, self._captured, self._versions)
 
+    def sorted(self) -> Routes:
+        """The same sets in ascending slots, so that equal sets are equal bytes; as it is where order has a meaning."""
+        if self._spec.ordered:
+            return self
+        return Routes._trusted(kernel.sort_sets(self._ids), self._spec, self._captured, self._versions)
+
     def with_versions(self, versions: ArrayLike | int) -> Routes:
         runs = version_runs(versions, len(self))
         return Routes._trusted(self._ids, self._spec, self._captured, runs)

@@ -150,7 +150,7 @@ class _OverHttp(Transport):
         body = {
             "request_id": flight.name,
             "token_ids": list(map(int, request.token_ids)),
-            "sampling_params": sampling_arguments(request, self._end_of_sequence),
+            "sampling_params": sampling_arguments(request, self._end_of_sequence, as_text=True),
             "cache_salt": flight.salt,
         }
         status, answer = await self._http.request("POST", GENERATE, body)

@@ -127,7 +127,8 @@ class _InProcess(Transport):
 
         request = flight.request
         parameters = SamplingParams(
-            **sampling_arguments(request, self._end_of_sequence), output_kind=RequestOutputKind.FINAL_ONLY
+            **sampling_arguments(request, self._end_of_sequence, as_text=False),
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"prompt_token_ids": list(map(int, request.token_ids)), "cache_salt": flight.salt}
         outputs = [output async for output in self._engine.generate(prompt, parameters, flight.name)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from router_replay import kernel
 from router_replay.engines.base import Completion, FinishReason, Request
 from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT, TESTED
 from router_replay.engines.vllm_plugin.frontend import extra_arguments
@@ -82,8 +83,8 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
     return found
 
 
-def sampling_arguments(request: Request, end_of_sequence: Sequence[int]) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams, as keyword arguments or as JSON."""
+def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text: bool) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams, as keyword arguments or as text for JSON."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     if not sampling.ignore_eos:
@@ -103,7 +104,7 @@ def sampling_arguments(request: Request, end_of_sequence: Sequence[int]) -> dict
         "routed_experts_prompt_start": request.routes_start,
     }
     if request.forced_routes is not None:
-        arguments["extra_args"] = extra_arguments(request.forced_routes)
+        arguments["extra_args"] = extra_arguments(request.forced_routes, as_text)
     return arguments
 
 
@@ -146,7 +147,8 @@ def _with_versions(routes: Routes, request: Request, versions: np.ndarray) -> Ro
         given = forced[start:]
         captured = given.captured
         returned = routes[: len(given)]
-        same = np.sort(returned.ids[captured], axis=-1) == np.sort(given.ids[captured], axis=-1)
+        # Where the engine chose the same set by itself, it keeps its own slot order.
+        same = kernel.sort_sets(returned.ids[captured]) == kernel.sort_sets(given.ids[captured])
         if not same.all():
             row = start + int(np.flatnonzero(captured)[np.argwhere(~same)[0][0]])
             raise EngineError(

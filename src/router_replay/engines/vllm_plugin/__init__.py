@@ -22,7 +22,7 @@ import os
 
 ENVIRONMENT = "ROUTER_REPLAY_VLLM"
 REQUIRED, OBSERVE = "required", "observe"
-# The key of SamplingParams.extra_args under which the rows of a request travel: base64 of wire.encode's bytes.
+# The key of SamplingParams.extra_args under which the rows of a request travel: wire.encode's bytes, or base64 of them.
 EXTRA_ARGUMENT = "router_replay"
 TESTED = "0.26 to 0.30"
 # Of --weight-transfer-config.

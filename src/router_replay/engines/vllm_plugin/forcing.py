@@ -38,30 +38,26 @@ class ForcedRouting:
         pinned = runner.device.type == "cuda"
         self._staging_TLK = torch.full(shape, FREE, dtype=torch.int32, pin_memory=pinned)
         self._rows: dict[str, Routes] = {}
+        self._longest = 0  # rows of any of these
         self._dirty = 0  # rows of the buffer that may hold something else than FREE
         self.forced_rows = 0  # since start: proof that it happens
 
     # -- each step ------------------------------------------------------------------------------
 
     def fill(self, scheduler_output: Any, scheduled: np.ndarray) -> None:
-        """Write this step's forced rows. Costs nothing while no request has any."""
-        for request in scheduler_output.scheduled_new_reqs:
-            routes = routes_of(request.sampling_params, self._spec)
-            if routes is not None:
-                self._rows[request.req_id] = routes
-        if not self._rows:
+        """Write this step's forced rows. Costs next to nothing while no request computes any."""
+        self._take(scheduler_output)
+        batch = self._runner.input_batch
+        computed = batch.num_computed_tokens_cpu[: len(scheduled)]
+        if not self._rows or computed.min(initial=self._longest) >= self._longest:
             self._clear()
             return
-        # A finished request leaves the runner's table; a preempted one stays and needs its rows again.
-        self._rows = {name: rows for name, rows in self._rows.items() if name in self._runner.requests}
-        batch = self._runner.input_batch
         total = int(scheduled.sum())
         staging = self._staging_TLK[:total].numpy()
         staging.fill(FREE)
         written, row = 0, 0
-        for index, (name, count) in enumerate(zip(batch.req_ids, scheduled.tolist(), strict=False)):
+        for name, count, first in zip(batch.req_ids, scheduled.tolist(), computed.tolist(), strict=False):
             routes = self._rows.get(name)
-            first = int(batch.num_computed_tokens_cpu[index])
             if routes is not None and first < len(routes):
                 taken = routes[first : first + count]
                 captured = taken.captured
@@ -77,6 +73,22 @@ class ForcedRouting:
         # As vLLM does for its token ids: execute_model waits for the last copy before inputs are prepared again.
         self.buffer_TLK[:used].copy_(self._staging_TLK[:used], non_blocking=True)
         self._dirty = total
+
+    def _take(self, scheduler_output: Any) -> None:
+        """The rows of new requests, until they finish: a preempted one stays, and needs its rows again."""
+        for name in scheduler_output.finished_req_ids:
+            self._rows.pop(name, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            parameters = request.sampling_params
+            given = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
+            self._rows.pop(request.req_id, None)
+            if given is not None:
+                # Bytes were checked, or made, where the request came in.
+                routes = routes_of(given, self._spec, check_rows=isinstance(given, str))
+                self._rows[request.req_id] = routes
+                self._longest = max(self._longest, len(routes))
+        if not self._rows:
+            self._longest = 0
 
     def _clear(self) -> None:
         if self._dirty:
@@ -109,10 +121,10 @@ class ForcedRouting:
         return compute_routing
 
 
-def routes_of(sampling_params: Any, spec: RouterSpec) -> Routes | None:
-    """The rows that travel with a request, checked against the model."""
-    text = ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
-    return None if text is None else wire.decode(base64.b64decode(text, validate=True), spec=spec)
+def routes_of(given: str | bytes, spec: RouterSpec, check_rows: bool = True) -> Routes:
+    """The rows that travel with a request, as text or as bytes, checked against the model."""
+    blob = base64.b64decode(given, validate=True) if isinstance(given, str) else given
+    return wire.decode(blob, spec=spec, check_rows=check_rows)
 
 
 def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:

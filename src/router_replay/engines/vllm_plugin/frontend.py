@@ -21,30 +21,39 @@ from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 
-def extra_arguments(routes: Routes) -> dict[str, str]:
-    """What goes into SamplingParams.extra_args. Sets are half the bytes; where slot order has a meaning, it stays."""
+def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | bytes]:
+    """What goes into SamplingParams.extra_args: text for JSON, bytes for an engine in this process.
+
+    As text, sets are half of what there is to send; where slot order has a meaning, it stays.
+    """
+    if not as_text:
+        return {EXTRA_ARGUMENT: wire.encode(routes, codec="dense")}
     blob = wire.encode(routes, codec="dense" if routes.spec.ordered else "sets")
     return {EXTRA_ARGUMENT: base64.b64encode(blob).decode("ascii")}
 
 
-def check_and_salt(request: Any, hf_config: Any) -> None:
-    """Refuse rows that do not fit, and keep KV made under forced rows out of everybody else's prefixes."""
+def check_and_salt(request: Any, spec: RouterSpec) -> None:
+    """Refuse rows that do not fit, and keep KV made under forced rows out of everybody else's prefixes.
+
+    The engine core gets them as bytes: it need not unpack and check them once more between two steps. Sorted, so that
+    the same sets are the same sums of experts and the same prefix, however they came.
+    """
     from vllm.exceptions import VLLMValidationError  # a ValueError that both servers answer with HTTP 400
 
     parameters = request.sampling_params
-    text = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
-    if text is None:
+    given = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
+    if given is None:
         return
     try:
-        routes = routes_of(parameters, RouterSpec.from_config(hf_config))
+        routes = routes_of(given, spec)
     except (RouterReplayError, binascii.Error, TypeError) as error:
         raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {error}") from error
     tokens = len(request.prompt_token_ids or ())
-    if routes is None or len(routes) > tokens:
-        raise VLLMValidationError(
-            f"extra_args.{EXTRA_ARGUMENT}: {0 if routes is None else len(routes)} forced rows, {tokens} prompt tokens"
-        )
-    request.cache_salt = f"{request.cache_salt or ''}#{xxhash.xxh3_128_hexdigest(text.encode())}"
+    if len(routes) > tokens:
+        raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {len(routes)} forced rows, {tokens} prompt tokens")
+    blob = wire.encode(routes.sorted(), codec="dense")
+    parameters.extra_args = {**parameters.extra_args, EXTRA_ARGUMENT: blob}
+    request.cache_salt = f"{request.cache_salt or ''}#{xxhash.xxh3_128_hexdigest(blob)}"
 
 
 def install() -> None:
@@ -54,11 +63,17 @@ def install() -> None:
     if getattr(InputProcessor.process_inputs, "router_replay", False):
         return
     original = InputProcessor.process_inputs
+    specs: dict[int, tuple[Any, RouterSpec]] = {}  # each with its config, so that no other takes its place in memory
+
+    def spec_of(hf_config: Any) -> RouterSpec:
+        if id(hf_config) not in specs:
+            specs[id(hf_config)] = hf_config, RouterSpec.from_config(hf_config)
+        return specs[id(hf_config)][1]
 
     @functools.wraps(original)
     def process_inputs(self: Any, *arguments: Any, **more: Any) -> Any:
         request = original(self, *arguments, **more)
-        check_and_salt(request, self.model_config.hf_config)
+        check_and_salt(request, spec_of(self.model_config.hf_config))
         return request
 
     process_inputs.router_replay = True  # type: ignore[attr-defined]
