@@ -41,7 +41,7 @@ from router_replay.engines.vllm_plugin import delivery
 MODES = ("capture off", "vLLM's own", "rows packed", "packed")  # the last: log-probs too, as our plugin does
 PHASES = ("schedule", "update", "encode", "decode", "process")
 BLOCK, PROMPT, TOP_K = 16, 512, 8
-LIMIT = 1.1
+LIMIT = 1.0
 
 
 class Core:

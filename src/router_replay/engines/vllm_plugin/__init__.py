@@ -5,11 +5,12 @@ variable ROUTER_REPLAY_VLLM it returns at once. With it, five things are supplie
 
     forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
-                       cache is salted with the rows                                        frontend.py
+                       cache is salted with the rows                                       frontend.py
     worker calls       report (is the plugin active, and if not why), progress of each
                        request, weights with the CPU repair                                worker.py, weights.py
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     transfer.py
-    delivery           captured rows leave the engine core in one array for each step      delivery.py
+    delivery           the captured rows and log-probs of a step leave the engine core
+                       together                                                            delivery.py
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
 routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
