@@ -178,6 +178,24 @@ def test_abort_returns_what_there_is(engine: Engine) -> None:
     run(work())
 
 
+def test_who_stops_waiting_costs_nobody_else_anything(engine: Engine) -> None:
+    """Also where somebody aborts all at the same moment: who gave up gets nothing, the others what there is."""
+
+    async def work() -> None:
+        for _ in range(3):
+            gone, stays = await started(engine, Request(prompt(0), LONG), Request(prompt(1), LONG), seconds=0.1)
+            abort = asyncio.create_task(asyncio.to_thread(engine.abort))
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            [landed] = await stays
+            assert landed.finish_reason == "length" or landed.request_id in [one.request_id for one in await abort]
+
+    before = one(engine, Request(prompt(), GREEDY))
+    run(work())
+    assert same(before, one(engine, Request(prompt(), GREEDY)))
+
+
 def test_abort_before_the_first_token_gives_an_empty_completion(engine: Engine) -> None:
     async def work() -> None:
         engine.pause()

@@ -17,7 +17,7 @@ import numpy as np
 from router_replay.engines.base import Completion, Engine, InFlight, Request
 from router_replay.engines.http import Http
 from router_replay.engines.on_loop import LoopEngine
-from router_replay.errors import EngineError, RouterReplayError
+from router_replay.errors import EngineError
 from router_replay.routes import Routes
 
 ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the server, so it is said again
@@ -39,10 +39,8 @@ class Flight:
 class HttpEngine(LoopEngine):
     """The protocol over a server. A subclass supplies the calls below "what a server does"."""
 
-    server = "HTTP"
-
     def __init__(self, url: str, version: int, timeout: float) -> None:
-        super().__init__(version, self.server)
+        super().__init__(version)
         self._timeout = timeout
         self._flights: list[Flight] = []
         self._open = True  # requests start; shut while paused and while weights change
@@ -107,16 +105,7 @@ class HttpEngine(LoopEngine):
                 flight.version, flight.started = self.version, True
                 completions = await self._generate(flight)
         except BaseException as error:
-            failure: BaseException = error
-            if isinstance(error, asyncio.CancelledError) and self._closed:
-                failure = EngineError(f"{request.id}: the engine was closed before the answer came")
-            elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
-                failure = EngineError(f"{request.id}: {self.server} failed: {type(error).__name__}: {error}")
-            if not flight.done.done():
-                gone = isinstance(failure, asyncio.CancelledError)
-                flight.done.set_exception(EngineError(f"{request.id}: its caller cancelled it") if gone else failure)
-                flight.done.exception()  # looked at: a flight that failed need not be awaited by anybody else
-            raise failure from error
+            raise self._fail(request, flight.done, error) from error
         else:
             flight.done.set_result(completions)
             return completions

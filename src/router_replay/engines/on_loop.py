@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from router_replay.engines.base import Completion, Engine, InFlight, Request
-from router_replay.errors import EngineError
+from router_replay.errors import EngineError, RouterReplayError
 
 T = TypeVar("T")
 
@@ -20,11 +20,14 @@ T = TypeVar("T")
 class LoopEngine(Engine):
     """The protocol's calls, handed over to coroutines of the same names on the engine's own loop."""
 
-    def __init__(self, version: int, name: str) -> None:
+    server = "HTTP"
+    """What stands behind the connection, in errors."""
+
+    def __init__(self, version: int) -> None:
         self.version = version
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
         self._thread.start()
 
     @abc.abstractmethod
@@ -76,6 +79,24 @@ class LoopEngine(Engine):
             self._stop_loop()
 
     # -- the loop -------------------------------------------------------------------------------
+
+    def _fail(self, request: Request, done: asyncio.Future[list[Completion]], error: BaseException) -> BaseException:
+        """What the caller of a request is told that failed; `done` tells it to an abort that waits for the same.
+
+        To an abort, a request whose caller has gone is nothing.
+        """
+        failure = error
+        if isinstance(error, asyncio.CancelledError) and self._closed:
+            failure = EngineError(f"{request.id}: the engine was closed before the answer came")
+        elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
+            cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
+            failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
+        if isinstance(failure, asyncio.CancelledError) and not done.done():
+            done.set_result([])
+        elif not done.done():
+            done.set_exception(failure)
+            done.exception()  # looked at: a request that failed need not be awaited by anybody else
+        return failure
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:

@@ -15,7 +15,7 @@ from router_replay.engines.base import Capabilities, Completion, InFlight, Reque
 from router_replay.engines.on_loop import LoopEngine
 from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
 from router_replay.engines.vllm_weights import SharedWeights
-from router_replay.errors import EngineError, RouterReplayError
+from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
 
@@ -57,8 +57,10 @@ class Transport(abc.ABC):
 class VllmClient(LoopEngine):
     """The protocol over a Transport. `start` is run on the client's loop and gives the transport, or raises."""
 
+    server = "vLLM"
+
     def __init__(self, start: Coroutine[Any, Any, Transport], version: int = 0) -> None:
-        super().__init__(version, "vllm")
+        super().__init__(version)
         self._flights: dict[str, Flight] = {}
         self._paused = False
         self._broken = ""
@@ -105,14 +107,7 @@ class VllmClient(LoopEngine):
                 raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
             completions = [completion_of(sample, flight, self.spec) for sample in samples]
         except BaseException as error:
-            failure = error
-            if not isinstance(error, RouterReplayError | asyncio.CancelledError):
-                cause = error.__cause__ or error  # vLLM wraps what went wrong in errors without a text
-                failure = EngineError(f"{request.id}: vLLM failed: {type(cause).__name__}: {cause}")
-            if not flight.done.done():
-                flight.done.set_exception(failure)
-                flight.done.exception()  # looked at: a flight that failed need not be awaited by anybody else
-            raise failure from error
+            raise self._fail(request, flight.done, error) from error
         else:
             flight.done.set_result(completions)
             return completions
