@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from router_replay import RouterSpec, Routes, Sample, pack
 from router_replay.batch.tensors import TensorRoutes
@@ -18,32 +17,7 @@ from router_replay.errors import ReplayError
 from router_replay.replay.replayer import RouterReplay
 from tests.makers import random_routes
 from tests.replay import tiny
-
-
-@pytest.fixture
-def model() -> Any:
-    torch.set_num_threads(1)
-    return tiny.make("qwen3_moe")
-
-
-@pytest.fixture
-def replayer(model: tiny.Tiny) -> RouterReplay:
-    return RouterReplay(model.model)
-
-
-def routes_for(replayer: RouterReplay, model: tiny.Tiny, seed: int = 0) -> Routes:
-    return random_routes(model.tokens, replayer.spec, seed)
-
-
-def gradients(model: tiny.Tiny, loss: Tensor) -> list[Tensor]:
-    model.model.zero_grad(set_to_none=True)
-    loss.backward()
-    return [p.grad.clone() for p in model.model.parameters() if p.grad is not None]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
+from tests.replay.conftest import routes_for
 
 # -- what is in force ------------------------------------------------------------------------------
 
@@ -92,6 +66,31 @@ def test_replay_of_a_recording_stays_on_the_device(model: tiny.Tiny, replayer: R
     assert recording.tensors.ids.dtype == torch.uint8
     with replayer.replay(recording):
         assert torch.equal(model.forward(), live)
+
+
+def test_many_experts_take_two_bytes() -> None:
+    model = tiny.make("qwen3_moe", num_experts=300, moe_intermediate_size=8)
+    replayer = RouterReplay(model.model)
+    with replayer.record() as recording:
+        live = model.forward()
+    assert recording.tensors.ids.dtype == torch.uint16
+    assert recording.routes.ids.max() > 255
+    for routes in (recording.routes, recording):
+        with replayer.replay(routes):
+            assert torch.equal(model.forward(), live)
+
+
+def test_agreement_counts_sets(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    with replayer.record() as recording:
+        model.forward()
+    ids = recording.routes.ids[..., ::-1].copy()  # another slot order is the same set
+    ids[:3, 0] = (recording.routes.ids[:3, 0] + 1) % 8
+    different = sum(set(ids[row, 0]) != set(recording.routes.ids[row, 0]) for row in range(3))
+    assert different
+    with replayer.replay(Routes(ids, replayer.spec), agreement=True):
+        model.forward()
+    assert replayer.stats.agreement is not None
+    assert replayer.stats.agreement[0] == pytest.approx(1 - different / model.tokens)
 
 
 def test_a_second_thread_is_refused(model: tiny.Tiny, replayer: RouterReplay) -> None:
@@ -143,13 +142,16 @@ def test_a_deepcopy_is_its_own_model(model: tiny.Tiny, replayer: RouterReplay) -
     assert other.stats.passes == 1
 
 
-def test_a_deepcopy_forgets_checkpoint_contexts(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    with replayer.replay(routes_for(replayer, model)):
-        model.forward()
-    twin = tiny.Tiny("twin", copy.deepcopy(model.model), model.inputs, model.tokens)
-    assert twin.model.model.layers[0]._gradient_checkpointing_func.func is checkpoint
-    twin.forward().sum().backward()
+def test_a_reference_model_beside_the_policy_stays_live(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    reference = tiny.make("qwen3_moe")  # the same class, built again: nothing is registered by class
+    expected = reference.forward()
+    with replayer.replay(routes_for(replayer, model, 1)):
+        assert not torch.equal(model.forward(), expected)
+        assert torch.equal(reference.forward(), expected)
+    RouterReplay(reference.model)
+    with replayer.replay(routes_for(replayer, model, 1)):
+        assert torch.equal(reference.forward(), expected)
+    assert replayer.stats.passes == 1
 
 
 def test_one_replayer_per_model_until_it_is_detached(model: tiny.Tiny, replayer: RouterReplay) -> None:
@@ -249,6 +251,18 @@ def test_a_missing_row_that_bears_loss_raises(model: tiny.Tiny, replayer: Router
     assert replayer.stats.rows_replayed == (44, 44, 44)
 
 
+def test_a_batch_brings_its_own_loss_mask(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    tokens = model.inputs["input_ids"].reshape(-1).numpy()
+    captured = np.arange(len(tokens)) != 3  # predicts token 4
+    routes = Routes(routes_for(replayer, model).ids, replayer.spec, captured=captured)
+    batch = pack([Sample(tokens, np.zeros(len(tokens)), np.ones(len(tokens), bool), routes)], 64, on_missing="live")
+    with pytest.raises(ReplayError, match="the first is row 3"), replayer.replay(batch):
+        pass
+    with replayer.replay(batch, on_missing="live"):
+        model.forward()
+    assert set(replayer.stats.rows_live) == {1}
+
+
 def test_a_router_that_does_not_choose_is_named(model: tiny.Tiny, replayer: RouterReplay) -> None:
     def fused(hidden_states: Tensor) -> Any:
         """A kernel that knows the top-k by heart."""
@@ -262,31 +276,6 @@ def test_a_router_that_does_not_choose_is_named(model: tiny.Tiny, replayer: Rout
         with pytest.raises(ReplayError, match=r"layers \[1\]"), block:
             model.forward()
     model.forward()
-
-
-def test_agreement_counts_sets(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    with replayer.record() as recording:
-        model.forward()
-    ids = recording.routes.ids[..., ::-1].copy()  # another slot order is the same set
-    ids[:3, 0] = (recording.routes.ids[:3, 0] + 1) % 8
-    different = sum(set(ids[row, 0]) != set(recording.routes.ids[row, 0]) for row in range(3))
-    assert different
-    with replayer.replay(Routes(ids, replayer.spec), agreement=True):
-        model.forward()
-    assert replayer.stats.agreement is not None
-    assert replayer.stats.agreement[0] == pytest.approx(1 - different / model.tokens)
-
-
-def test_many_experts_take_two_bytes() -> None:
-    model = tiny.make("qwen3_moe", num_experts=300, moe_intermediate_size=8)
-    replayer = RouterReplay(model.model)
-    with replayer.record() as recording:
-        live = model.forward()
-    assert recording.tensors.ids.dtype == torch.uint16
-    assert recording.routes.ids.max() > 255
-    for routes in (recording.routes, recording):
-        with replayer.replay(routes):
-            assert torch.equal(model.forward(), live)
 
 
 def test_a_pass_with_image_tokens_is_refused() -> None:
@@ -304,104 +293,3 @@ def test_a_pass_with_image_tokens_is_refused() -> None:
         model.forward()
     with pytest.raises(ReplayError, match="given 10 of the 12 tokens"), replayer.record():
         model.forward()
-
-
-# -- checkpointing ---------------------------------------------------------------------------------
-
-
-def test_reentrant_checkpointing_works_inside_and_raises_outside(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    routes, other = routes_for(replayer, model, 1), routes_for(replayer, model, 2)
-    with replayer.replay(routes):
-        expected = gradients(model, model.forward().square().sum())
-    model.model.gradient_checkpointing_enable({"use_reentrant": True})
-    with replayer.replay(routes):
-        assert equal(gradients(model, model.forward().square().sum()), expected)
-        loss = model.forward().square().sum()
-    with pytest.raises(ReplayError, match="recomputed in backward"):
-        loss.backward()
-    with replayer.replay(routes):
-        loss = model.forward().square().sum()
-    with pytest.raises(ReplayError, match="recomputed in backward"), replayer.replay(other):
-        loss.backward()
-    loss = model.forward().square().sum()  # a live pass stays one
-    loss.backward()
-    loss = model.forward().square().sum()
-    with pytest.raises(ReplayError, match="recomputed in backward"), replayer.replay(other):
-        loss.backward()
-
-
-def test_a_reentrant_checkpoint_of_one_block_does_not_take_the_routes_of_the_next(
-    model: tiny.Tiny, replayer: RouterReplay
-) -> None:
-    model.model.gradient_checkpointing_enable({"use_reentrant": True})
-    with replayer.replay(routes_for(replayer, model, 1)):
-        first = model.forward().square().sum()
-    with replayer.replay(routes_for(replayer, model, 2)):
-        model.forward()  # every router has used the second routes by now
-        with pytest.raises(ReplayError, match="recomputed in backward"):
-            first.backward()
-
-
-def test_a_reference_model_beside_the_policy_stays_live(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    reference = tiny.make("qwen3_moe")  # the same class, built again: nothing is registered by class
-    expected = reference.forward()
-    with replayer.replay(routes_for(replayer, model, 1)):
-        assert not torch.equal(model.forward(), expected)
-        assert torch.equal(reference.forward(), expected)
-    RouterReplay(reference.model)
-    with replayer.replay(routes_for(replayer, model, 1)):
-        assert torch.equal(reference.forward(), expected)
-    assert replayer.stats.passes == 1
-
-
-def test_a_batch_brings_its_own_loss_mask(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    tokens = model.inputs["input_ids"].reshape(-1).numpy()
-    captured = np.arange(len(tokens)) != 3  # predicts token 4
-    routes = Routes(routes_for(replayer, model).ids, replayer.spec, captured=captured)
-    batch = pack([Sample(tokens, np.zeros(len(tokens)), np.ones(len(tokens), bool), routes)], 64, on_missing="live")
-    with pytest.raises(ReplayError, match="the first is row 3"), replayer.replay(batch):
-        pass
-    with replayer.replay(batch, on_missing="live"):
-        model.forward()
-    assert set(replayer.stats.rows_live) == {1}
-
-
-def test_two_open_graphs_recompute_with_their_own_routes(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    first, second = routes_for(replayer, model, 1), routes_for(replayer, model, 2)
-    expected = []
-    for routes in (first, second):
-        with replayer.replay(routes):
-            expected.append(gradients(model, model.forward().square().sum()))
-    live = gradients(model, model.forward().square().sum())
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses = []
-    for routes in (first, second):
-        with replayer.replay(routes):
-            losses.append(model.forward().square().sum())
-    live_loss = model.forward().square().sum()
-    assert equal(gradients(model, losses[1]), expected[1])
-    with replayer.replay(second):
-        assert equal(gradients(model, live_loss), live)
-        assert equal(gradients(model, losses[0]), expected[0])
-
-
-def test_a_checkpoint_of_ones_own_takes_checkpoint_context(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    routes = routes_for(replayer, model)
-    with replayer.replay(routes):
-        expected = gradients(model, model.forward().square().sum())
-    for layer in model.model.model.layers:
-        plain = layer.forward
-        layer.forward = lambda *a, plain=plain, **k: checkpoint(
-            plain, *a, use_reentrant=False, context_fn=replayer.checkpoint_context, **k
-        )
-    with replayer.replay(routes):
-        loss = model.forward().square().sum()
-    assert equal(gradients(model, loss), expected)
-
-
-def test_a_recompute_is_neither_recorded_nor_counted(model: tiny.Tiny, replayer: RouterReplay) -> None:
-    model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    with replayer.replay(routes_for(replayer, model), agreement=True), replayer.record() as recording:
-        model.forward().sum().backward()
-    assert len(recording.routes) == model.tokens
-    assert replayer.stats.passes == 1
