@@ -47,6 +47,7 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.stitch
 	@$(BIN)/python -m bench.replay
 	@$(BIN)/python -m bench.train
+	@$(BIN)/python -m bench.delivery
 
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000

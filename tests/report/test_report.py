@@ -20,6 +20,7 @@ from router_replay.report import Run, as_text, comparison, write_report
 from router_replay.report.charts import HEIGHT
 from router_replay.report.page import CHARTS
 from router_replay.report.runs import LINES, cells
+from router_replay.report.scales import linear_scale
 
 
 def make_run(folder: pathlib.Path, name: str, lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Run:
@@ -148,6 +149,11 @@ def test_every_chart_has_every_run(runs: list[Run]) -> None:
     assert [point[3] for point in k3[1]][:2] == ["2.50e-4", "5.00e-4"]
     ratios = [off[2] - r3[2] for off, r3 in zip(*k3, strict=True)]
     assert ratios == pytest.approx([ratios[0]] * 5, abs=0.21)  # equal ratios are equal distances: the log scale
+
+
+def test_a_share_that_is_always_0_is_not_drawn_against_100_percent() -> None:
+    assert [label for _, label in linear_scale([0.0, 0.0], "share", from_zero=True).ticks][-1] == "1.0 %"
+    assert [label for _, label in linear_scale([0.0, 0.9], "share", from_zero=True).ticks][-1] == "100 %"
 
 
 def test_text_is_escaped(tmp_path: pathlib.Path) -> None:

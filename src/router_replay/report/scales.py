@@ -28,7 +28,7 @@ def linear_scale(values: Sequence[float], kind: Kind, from_zero: bool = False, m
         low, high = min(low, 0.0), max(high, 0.0)
     size = max(-low, high)
     if high - low <= max(1e-9 * size, TINY):  # one value, or all alike: some air around it
-        air = 0.1 * size if size > TINY else 1.0
+        air = 0.1 * size if size > TINY else (0.01 if kind == "share" else 1.0)
         low, high = (low if from_zero else low - air), high + air
     step = _round_step((high - low) / (most_ticks - 1))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
