@@ -9,6 +9,7 @@ Shapes: T tokens of a step, L routed layers, K top-k, E experts.
 from __future__ import annotations
 
 import base64
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -171,4 +172,6 @@ def refuse_unsupported(config: Any) -> None:
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """One or two small kernels instead of a dozen: they run in every layer of every step."""
+    # torch 2.11 says so at every compilation of a softmax over a handful of experts.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     return torch.compile(function, dynamic=True)
