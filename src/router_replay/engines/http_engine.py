@@ -105,7 +105,7 @@ class HttpEngine(LoopEngine):
                 flight.version, flight.started = self.version, True
                 completions = await self._generate(flight)
         except BaseException as error:
-            raise self._fail(request, flight.done, error) from error
+            raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:
             flight.done.set_result(completions)
             return completions

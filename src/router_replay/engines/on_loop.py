@@ -91,6 +91,8 @@ class LoopEngine(Engine):
         elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
             cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
             failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
+        if failure is not error:
+            failure.__cause__ = error
         if isinstance(failure, asyncio.CancelledError) and not done.done():
             done.set_result([])
         elif not done.done():

@@ -107,7 +107,7 @@ class VllmClient(LoopEngine):
                 raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
             completions = [completion_of(sample, flight, self.spec) for sample in samples]
         except BaseException as error:
-            raise self._fail(request, flight.done, error) from error
+            raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:
             flight.done.set_result(completions)
             return completions

@@ -32,20 +32,20 @@ def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | byt
     return {EXTRA_ARGUMENT: base64.b64encode(blob).decode("ascii")}
 
 
-def check_and_salt(request: Any, spec: RouterSpec) -> None:
+def check_and_salt(processor: Any, request: Any) -> None:
     """Refuse rows that do not fit, and keep KV made under forced rows out of everybody else's prefixes.
 
     The engine core gets them as bytes: it need not unpack and check them once more between two steps. Sorted, so that
     the same sets are the same sums of experts and the same prefix, however they came.
     """
-    from vllm.exceptions import VLLMValidationError  # a ValueError that both servers answer with HTTP 400
+    from vllm.exceptions import VLLMValidationError  # what both servers answer with HTTP 400
 
     parameters = request.sampling_params
     given = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
     if given is None:
         return
     try:
-        routes = routes_of(given, spec)
+        routes = routes_of(given, _spec_of(processor))
     except (RouterReplayError, binascii.Error, TypeError) as error:
         raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {error}") from error
     tokens = len(request.prompt_token_ids or ())
@@ -56,6 +56,14 @@ def check_and_salt(request: Any, spec: RouterSpec) -> None:
     request.cache_salt = f"{request.cache_salt or ''}#{xxhash.xxh3_128_hexdigest(blob)}"
 
 
+def _spec_of(processor: Any) -> RouterSpec:
+    """Read off the config once; only for requests with rows, since a model without experts has none."""
+    if not hasattr(processor, "router_replay_spec"):
+        processor.router_replay_spec = RouterSpec.from_config(processor.model_config.hf_config)
+    spec: RouterSpec = processor.router_replay_spec
+    return spec
+
+
 def install() -> None:
     """Wrap InputProcessor.process_inputs once per process: vLLM has no hook where a plugin may check a request."""
     from vllm.v1.engine.input_processor import InputProcessor
@@ -63,17 +71,11 @@ def install() -> None:
     if getattr(InputProcessor.process_inputs, "router_replay", False):
         return
     original = InputProcessor.process_inputs
-    specs: dict[int, tuple[Any, RouterSpec]] = {}  # each with its config, so that no other takes its place in memory
-
-    def spec_of(hf_config: Any) -> RouterSpec:
-        if id(hf_config) not in specs:
-            specs[id(hf_config)] = hf_config, RouterSpec.from_config(hf_config)
-        return specs[id(hf_config)][1]
 
     @functools.wraps(original)
     def process_inputs(self: Any, *arguments: Any, **more: Any) -> Any:
         request = original(self, *arguments, **more)
-        check_and_salt(request, spec_of(self.model_config.hf_config))
+        check_and_salt(self, request)
         return request
 
     process_inputs.router_replay = True  # type: ignore[attr-defined]

@@ -1,0 +1,67 @@
+"""Where requests enter vLLM: forced rows become bytes that the engine core can trust, and salt the prefix cache."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from router_replay import wire
+from router_replay.engines.vllm_plugin.frontend import check_and_salt, extra_arguments
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+from tests.makers import random_routes
+
+vllm_exceptions = pytest.importorskip("vllm.exceptions", reason="vLLM is not installed")
+
+CONFIG = Qwen3MoeConfig(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4)
+SPEC = RouterSpec.from_config(CONFIG)
+
+
+def enter(extra: dict[str, Any] | None, config: Any = CONFIG, tokens: int = 6) -> Any:
+    request = types.SimpleNamespace(
+        prompt_token_ids=list(range(tokens)),
+        sampling_params=types.SimpleNamespace(extra_args=extra),
+        cache_salt="version-3",
+    )
+    check_and_salt(types.SimpleNamespace(model_config=types.SimpleNamespace(hf_config=config)), request)
+    return request
+
+
+def test_text_and_bytes_become_the_same_rows_and_the_same_salt() -> None:
+    routes = random_routes(5, SPEC)
+    turned = Routes(routes.ids[..., ::-1], SPEC)
+    ways = [extra_arguments(routes), extra_arguments(routes, as_text=False), extra_arguments(turned, as_text=False)]
+    entered = [enter({**way, "other": 1}) for way in ways]
+    [salt] = {request.cache_salt for request in entered}
+    assert salt.startswith("version-3#")
+    for request in entered:
+        assert request.sampling_params.extra_args["other"] == 1
+        rows = wire.decode(request.sampling_params.extra_args["router_replay"], spec=SPEC)
+        assert np.array_equal(rows.ids, np.sort(routes.ids, axis=-1))
+    assert enter(extra_arguments(random_routes(5, SPEC, seed=1))).cache_salt != salt
+
+
+def test_bytes_are_checked_as_text_is() -> None:
+    blob = bytearray(extra_arguments(random_routes(5, SPEC), as_text=False)["router_replay"])
+    blob[-1] ^= 1
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match=r"extra_args\.router_replay"):
+        enter({"router_replay": bytes(blob)})
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match="5 forced rows, 4 prompt tokens"):
+        enter(extra_arguments(random_routes(5, SPEC), as_text=False), tokens=4)
+
+
+@pytest.mark.parametrize("config", [CONFIG, Qwen3Config()], ids=["experts", "dense"])
+def test_a_request_without_rows_passes_as_it_is(config: Any) -> None:
+    """Also in a model without experts, which has no spec to read."""
+    for extra in (None, {}, {"other": 1}):
+        request = enter(extra, config)
+        assert (request.cache_salt, request.sampling_params.extra_args) == ("version-3", extra)
+
+
+def test_rows_for_a_model_without_experts_are_refused() -> None:
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match=r"extra_args\.router_replay"):
+        enter(extra_arguments(random_routes(5, SPEC)), Qwen3Config())
