@@ -80,8 +80,7 @@ class ForcedRouting:
         for name in scheduler_output.finished_req_ids:
             self._rows.pop(name, None)
         for request in scheduler_output.scheduled_new_reqs:
-            parameters = request.sampling_params
-            given = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
+            given = rows_given(request.sampling_params)
             self._rows.pop(request.req_id, None)
             if given is not None:
                 # Bytes were checked, or made, where the request came in.
@@ -122,8 +121,13 @@ class ForcedRouting:
         return compute_routing
 
 
+def rows_given(sampling_params: Any) -> Any:
+    """What came with a request, as text or as bytes; None where nothing did."""
+    return ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
+
+
 def routes_of(given: str | bytes, spec: RouterSpec, check_rows: bool = True) -> Routes:
-    """The rows that travel with a request, as text or as bytes, checked against the model."""
+    """The rows of that, checked against the model."""
     blob = base64.b64decode(given, validate=True) if isinstance(given, str) else given
     return wire.decode(blob, spec=spec, check_rows=check_rows)
 

@@ -15,7 +15,7 @@ import xxhash
 
 from router_replay import wire
 from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT
-from router_replay.engines.vllm_plugin.forcing import routes_of
+from router_replay.engines.vllm_plugin.forcing import routes_of, rows_given
 from router_replay.errors import RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -41,7 +41,7 @@ def check_and_salt(processor: Any, request: Any) -> None:
     from vllm.exceptions import VLLMValidationError  # what both servers answer with HTTP 400
 
     parameters = request.sampling_params
-    given = ((parameters.extra_args if parameters is not None else None) or {}).get(EXTRA_ARGUMENT)
+    given = rows_given(parameters)
     if given is None:
         return
     try:
