@@ -1,6 +1,6 @@
 """What routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
 
-    python -m bench.engines                on a GPU: a random 2.4B MoE in bf16, CUDA graphs on
+    python -m bench.engines                on a GPU: a random 2.7B MoE in bf16, CUDA graphs on
     python -m bench.engines --tiny         the same program on a tiny model, to see that it runs
     python -m bench.engines --client       payload and client CPU only; needs no vLLM
 
@@ -172,7 +172,7 @@ def running(folder: str, kinds: Sequence[str], shape: dict[str, Any]) -> Iterato
 
 
 def conversation(engine: Engine, turns: int, tokens: int) -> float:
-    """Sixteen agents: each turn adds a few environment tokens and samples some, leaving known rows out."""
+    """Sixteen conversations: each turn adds a few environment tokens and samples some, leaving known rows out."""
     routes = engine.capabilities.routes
     agents = [Trajectory(engine.spec) for _ in range(16)]
     rng = np.random.default_rng(0)

@@ -3,7 +3,7 @@
     python -m bench.replay             # on this machine: a GPU if there is one, else the CPU
     python -m bench.replay --device cpu
 
-On a GPU: a 2.4B-parameter Qwen3-MoE in bf16 (16 layers, 8 of 128 experts), 8192 tokens, gradients for all
+On a GPU: a 2.5B-parameter Qwen3-MoE in bf16 (16 layers, 8 of 128 experts), 8192 tokens, gradients for all
 parameters. On the CPU: a small one in fp32. Each round runs every mode once, in turn; the figure is the
 median over rounds of mode / off within the round, so that slow moments of the machine hit both.
 """

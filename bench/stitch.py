@@ -9,6 +9,7 @@ fixed cost of a turn. Times are the best of several interleaved runs.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def measure(make: Callable[[Routes], bytes | Routes], read: bool) -> dict[int, t
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"\nStitching {TOKENS:,} tokens of 48 layers, 8 of 128 experts\n")
     print("| a turn's rows come as | routes read | turns | us per token | against 10 turns | copies per row |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")

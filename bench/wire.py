@@ -10,6 +10,7 @@ The exit status is 1 where a goal of the project is missed, and a line says whic
 
 from __future__ import annotations
 
+import argparse
 import base64
 import dataclasses
 import functools
@@ -260,8 +261,11 @@ def missed(rows: list[Row]) -> list[str]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     built = "compiled" if kernel.COMPILED else "NumPy"
-    print(f"\n{ROWS} rows per model, {built} kernel, best of {TURNS} turns, one core unless said otherwise\n")
+    print(
+        f"\n{ROWS} rows per model, {built} kernel, best of {TURNS} turns ({DENSE_TURNS} for dense), one core unless said otherwise\n"
+    )
     rows = measure()
     print(table(rows))
     print(f"\nfirst encode in a fresh process, 22 of 512: {first_call_ms():.1f} ms")

@@ -32,7 +32,7 @@ def make() -> None:
         return
     venv.create(folder(), with_pip=True)
     pip = [python(), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-    # torch first: plain `torch` would pull gigabytes of CUDA packages, as would SGLang's own requirements.
+    # torch first, and no dependencies then: SGLang's own requirements would pull gigabytes of CUDA packages.
     subprocess.run([*pip, "-r", str(ROOT / "requirements" / "torch.txt")], check=True)
     subprocess.run([*pip, "--no-deps", "-r", str(LOCK)], check=True)
     ready.write_bytes(LOCK.read_bytes())

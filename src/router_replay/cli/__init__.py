@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.add_argument("file", type=pathlib.Path, help="bytes that router_replay.wire.encode wrote")
     inspect.set_defaults(run=_inspect)
     serve = commands.add_parser("serve", help="vLLM's own OpenAI server, with capture and forced routing on")
-    serve.add_argument("model", help="a Hugging Face folder")
+    serve.add_argument("model", help="a Hugging Face folder; vLLM's own options may follow")
     serve.set_defaults(run=_serve)
     make_model.add(commands)
     train.add(commands)

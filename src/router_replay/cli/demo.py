@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import time
 from typing import Any
 
 
@@ -19,6 +20,8 @@ def run(chosen: argparse.Namespace) -> int:
     from router_replay.report import as_text
     from router_replay.rl.demo import run_demo
 
+    started = time.perf_counter()
     rows, notes = run_demo(chosen.out, chosen.steps, chosen.fp8)
-    print("", as_text(rows), "", *notes, "", f"The curves: {chosen.out / 'report.html'}", sep="\n")
+    took = f"Both runs took {(time.perf_counter() - started) / 60:.1f} minutes."
+    print("", as_text(rows), "", *notes, took, "", f"The curves: {chosen.out / 'report.html'}", sep="\n")
     return 0
