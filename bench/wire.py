@@ -263,9 +263,8 @@ def missed(rows: list[Row]) -> list[str]:
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     built = "compiled" if kernel.COMPILED else "NumPy"
-    print(
-        f"\n{ROWS} rows per model, {built} kernel, best of {TURNS} turns ({DENSE_TURNS} for dense), one core unless said otherwise\n"
-    )
+    turns = f"best of {TURNS} turns ({DENSE_TURNS} for dense)"
+    print(f"\n{ROWS} rows per model, {built} kernel, {turns}, one core unless said otherwise\n")
     rows = measure()
     print(table(rows))
     print(f"\nfirst encode in a fresh process, 22 of 512: {first_call_ms():.1f} ms")
