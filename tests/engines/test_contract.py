@@ -225,6 +225,22 @@ def test_a_paused_engine_keeps_its_requests(engine: Engine) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "wait"])
+def test_a_pause_ends_or_waits_for_its_requests_as_asked(engine: Engine, in_flight: Any) -> None:
+    async def work() -> None:
+        [task] = await started(engine, Request(prompt(), LONG), seconds=0.1)
+        await asyncio.to_thread(engine.pause, in_flight)
+        [completion] = await task
+        assert completion.finish_reason in ("length", in_flight)
+        assert len(completion.token_ids) == 150 or in_flight == "abort"
+        [later] = await started(engine, Request(prompt(), GREEDY), seconds=0.3)
+        assert not later.done()
+        await asyncio.to_thread(engine.resume)
+        assert (await later)[0].finish_reason == "length"
+
+    run(work())
+
+
 def test_the_same_weights_again_change_no_bit(engine: Engine, checkpoints: Checkpoints) -> None:
     before = one(engine, Request(prompt(), GREEDY))
     engine.update_weights(checkpoints.a, 1)

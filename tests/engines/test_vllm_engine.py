@@ -49,7 +49,7 @@ def test_chunked_prefill_takes_each_chunks_rows(vllm_engine: Engine) -> None:
 
 def test_a_preempted_request_gets_its_rows_again(vllm_http_engine: Engine, servers: Servers) -> None:
     """24 blocks of 32 hold 768 tokens; eight requests of 70 + 110 need 1440."""
-    before = preemptions(servers.ours.url)
+    before, forced = preemptions(servers.ours.url), vllm_http_engine.report()["forced_rows"]
     requests = [
         Request(
             prompt(50 + seed),
@@ -60,6 +60,7 @@ def test_a_preempted_request_gets_its_rows_again(vllm_http_engine: Engine, serve
     ]
     crowded = vllm_http_engine.generate(requests)
     assert preemptions(servers.ours.url) > before
+    assert vllm_http_engine.report()["forced_rows"] > forced + 8 * 70  # those of the preempted once more
     for request, completion in zip(requests, crowded, strict=True):
         assert request.forced_routes is not None
         assert completion.routes[:70].same_sets(request.forced_routes)

@@ -82,7 +82,7 @@ def test_more_shared_memory_than_there_is_is_an_error_and_leaves_nothing() -> No
 
 
 def segments() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if re.fullmatch("router-replay-[0-9a-f]{32}", path.name)}
+    return {path.name for path in SHARED_MEMORY.iterdir() if re.fullmatch(r"router-replay-\d+-[0-9a-f]{32}", path.name)}
 
 
 def test_a_models_tensors_are_those_that_save_pretrained_writes(checkpoints: Checkpoints) -> None:

@@ -49,7 +49,7 @@ class Http:
                     answer = await response.read()
                     if response.status not in TURNED_AWAY or last:
                         return response.status, answer
-            except self._aiohttp.ClientConnectorError as error:
+            except (self._aiohttp.ClientConnectorError, self._aiohttp.ConnectionTimeoutError) as error:
                 if last:
                     raise EngineError(
                         f"no {self._server} server at {self.url} after {ATTEMPTS} attempts: {error}. {self._advice}"

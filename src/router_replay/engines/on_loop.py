@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
@@ -104,7 +105,14 @@ class LoopEngine(Engine):
         if self._closed:
             work.close()
             self._refuse_closed()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except RouterReplayError:
+            raise
+        except concurrent.futures.CancelledError as error:
+            raise EngineError("the engine was closed meanwhile") from error
+        except Exception as error:
+            raise EngineError(f"{self.server} failed: {type(error).__name__}: {error}") from error
 
     def _refuse_closed(self) -> None:
         if self._closed:

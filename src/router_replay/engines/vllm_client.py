@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import json
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from router_replay.engines.base import Capabilities, Completion, InFlight, Request
 from router_replay.engines.on_loop import LoopEngine
@@ -17,6 +18,8 @@ from router_replay.engines.vllm_samples import Flight, Sample, completion_of, pr
 from router_replay.engines.vllm_weights import SharedWeights
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
+
+ABORT_ROUNDS = 400  # of 50 ms: an abort can overtake its request on the way to the engine, so it is said again
 
 
 class Transport(abc.ABC):
@@ -64,6 +67,7 @@ class VllmClient(LoopEngine):
         self._flights: dict[str, Flight] = {}
         self._paused = False
         self._broken = ""
+        self._updates = 0
         self._open = asyncio.Event()  # closed while weights change: what starts then would have two versions
         self._open.set()
         self._exclusive = asyncio.Lock()
@@ -96,23 +100,44 @@ class VllmClient(LoopEngine):
     # -- on the loop ----------------------------------------------------------------------------
 
     async def _fly(self, request: Request) -> list[Completion]:
-        await self._open.wait()
-        if self._broken:
-            raise EngineError(self._broken)
-        flight = Flight(request, self.version)
+        flight = Flight(request)
         self._flights[flight.name] = flight
         try:
-            samples = sorted(await self._transport.generate(flight), key=lambda sample: sample.index)
-            if [sample.index for sample in samples] != list(range(request.sampling.n)):
-                raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
-            completions = [completion_of(sample, flight, self.spec) for sample in samples]
+            await self._passed_gate(flight)
+            flight.start(self.version, f"router-replay-version-{self.version}-{self._updates}")
+            aborted = [Sample(index, (), (), None, "abort") for index in range(request.sampling.n)]
+            samples = aborted if flight.stopped.is_set() else await self._transport.generate(flight)
+            self._refuse_broken()  # also where it broke meanwhile: nobody knows what these were sampled from
+            completions = self._completions(flight, samples)
         except BaseException as error:
             raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:
-            flight.done.set_result(completions)
+            if not flight.done.done():  # a close ends it early
+                flight.done.set_result(completions)
             return completions
         finally:
             del self._flights[flight.name]
+
+    async def _passed_gate(self, flight: Flight) -> None:
+        """Wait while weights change, and no longer than the request is wanted."""
+        while not self._open.is_set() and not flight.stopped.is_set():
+            waits = [asyncio.create_task(event.wait()) for event in (self._open, flight.stopped)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        self._refuse_broken()
+
+    def _completions(self, flight: Flight, samples: Sequence[Sample]) -> list[Completion]:
+        request = flight.request
+        samples = sorted(samples, key=lambda sample: sample.index)
+        if [sample.index for sample in samples] != list(range(request.sampling.n)):
+            raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
+        for sample in samples:
+            if self.capabilities.routes and sample.rows is None and sample.token_ids and not flight.stopped.is_set():
+                raise EngineError(f"{request.id}: vLLM returned {len(sample.token_ids)} tokens without their experts")
+        return [completion_of(sample, flight, self.spec) for sample in samples]
 
     async def _abort(self, wanted: set[str] | None) -> list[Completion]:
         chosen = [flight for flight in self._flights.values() if wanted is None or flight.request.id in wanted]
@@ -123,10 +148,17 @@ class VllmClient(LoopEngine):
     async def _bring_down(self, flights: Sequence[Flight]) -> None:
         """Abort until all are back: a request may still be on its way to the engine when the first abort arrives."""
         waiting = list(flights)
-        while waiting:
+        for flight in waiting:
+            flight.stopped.set()
+        for _ in range(ABORT_ROUNDS):
+            if not waiting:
+                return
             await self._transport.abort([flight.name for flight in waiting])
             await asyncio.wait([flight.done for flight in waiting], timeout=0.05)
             waiting = [flight for flight in waiting if not flight.done.done()]
+        if waiting:
+            names = [flight.request.id for flight in waiting[:8]]
+            raise EngineError(f"vLLM was told to end {names} {ABORT_ROUNDS} times and did not: is the abort for it?")
 
     async def _pause(self, in_flight: InFlight) -> None:
         async with self._exclusive:
@@ -135,7 +167,7 @@ class VllmClient(LoopEngine):
 
     async def _settle(self, in_flight: InFlight) -> None:
         """Stop the engine with its requests aborted, finished, or frozen."""
-        flights = list(self._flights.values())
+        flights = [flight for flight in self._flights.values() if flight.started]
         if in_flight == "wait" and flights:
             if self._paused:
                 raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
@@ -150,33 +182,53 @@ class VllmClient(LoopEngine):
             self._paused = False
 
     async def _update(self, source: str, version: int, in_flight: InFlight) -> None:
+        self._refuse_broken()
         for found in await self._transport.call_all("router_replay_find_weights", source=source):
             if found["reason"]:
                 raise EngineError(found["reason"])
         async with self._exclusive:
+            self._refuse_broken()
             self._open.clear()
             try:
                 await self._settle(in_flight)
-                await self._swap(source, version, in_flight)
-                if not self._paused:
-                    await self._transport.resume()
+                try:
+                    await self._swap(source, version, in_flight)
+                finally:
+                    if not self._paused:  # also after a failure: what was kept would hang, and others share a server
+                        await self._transport.resume()
             finally:
                 self._open.set()
 
     async def _swap(self, source: str, version: int, in_flight: InFlight) -> None:
         try:
-            answer = await self._transport.call("router_replay_update_weights", source=source)
+            answers = await self._transport.call_all("router_replay_update_weights", source=source)
         except Exception as error:
-            self._broken = f"loading the weights of {source[:200]} failed, what the engine holds is unknown: {error}"
-            raise EngineError(self._broken) from error
-        computed = progress_of(answer["progress"])
-        for flight in self._flights.values():
+            await self._break(
+                f"loading the weights of {source[:200]} failed, what the engine holds is unknown: {error}"
+            )
+        refused = [answer["reason"] for answer in answers if answer["reason"]]
+        if len(refused) == len(answers):  # they were there a moment ago; nothing was touched
+            raise EngineError(refused[0])
+        if refused:
+            await self._break(f"some workers loaded {source[:200]} and some did not: {refused[0]}")
+        computed = progress_of(answers[0]["progress"])
+        kept = [flight for flight in self._flights.values() if flight.started]
+        for flight in kept:
             flight.swap(computed.get(flight.name, {}), version)
-        # Frozen requests hold blocks, and vLLM then resets nothing; the salt of each version keeps the old ones apart.
-        if not await self._transport.reset_prefix_cache() and not (in_flight == "keep" and self._flights):
-            self._broken = "vLLM did not reset its prefix cache after the weight update: KV of the old weights is left"
-            raise EngineError(self._broken)
+        # Frozen requests hold blocks, and vLLM then resets nothing; the salt of each update keeps the old ones apart.
+        if not await self._transport.reset_prefix_cache() and not (in_flight == "keep" and kept):
+            await self._break(
+                "vLLM did not reset its prefix cache after the weight update: KV of the old weights is left"
+            )
         self.version = version
+        self._updates += 1
+
+    async def _break(self, reason: str) -> NoReturn:
+        """The engine cannot be trusted any more: requests in flight end with this error, as does all that follows."""
+        self._broken = f"{reason}; start the engine anew"
+        with contextlib.suppress(Exception):  # a dead engine ends them by itself
+            await self._bring_down([flight for flight in self._flights.values() if flight.started])
+        raise EngineError(self._broken)
 
     async def _close(self) -> None:
         for flight in list(self._flights.values()):
@@ -184,6 +236,10 @@ class VllmClient(LoopEngine):
         await self._transport.close()
 
     # -- helpers --------------------------------------------------------------------------------
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise EngineError(self._broken)
 
     def _refuse_temperature(self, request: Request) -> None:
         if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):

@@ -53,12 +53,18 @@ class Sample:
 class Flight:
     """A request on its way: what vLLM calls it, and which version computed which of its rows."""
 
-    def __init__(self, request: Request, version: int) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
         self.name = f"rr-{uuid.uuid4().hex}"
-        self.salt = f"router-replay-version-{version}"
+        self.salt = ""  # of the weights: the prefix cache knows tokens only
+        self.started = False
+        self.stopped = asyncio.Event()  # aborted, perhaps before it started
         self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        self._spans = [[(0, version)] for _ in range(request.sampling.n)]
+        self._spans: list[list[tuple[int, int]]] = []
+
+    def start(self, version: int, salt: str) -> None:
+        self.started, self.salt = True, salt
+        self._spans = [[(0, version)] for _ in range(self.request.sampling.n)]
 
     def swap(self, computed: Mapping[int, int], version: int) -> None:
         """The weights change: `computed[index]` rows of sample `index` exist; what is not there did not start."""

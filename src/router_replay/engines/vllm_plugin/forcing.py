@@ -76,19 +76,22 @@ class ForcedRouting:
         self._dirty = total
 
     def _take(self, scheduler_output: Any) -> None:
-        """The rows of new requests, until they finish: a preempted one stays, and needs its rows again."""
-        for name in scheduler_output.finished_req_ids:
-            self._rows.pop(name, None)
-        for request in scheduler_output.scheduled_new_reqs:
+        """The rows of new requests, until they finish: a preempted one stays, and needs its rows again.
+
+        Whoever finishes is not told here when nothing else runs, so the runner's own table is asked.
+        """
+        new = scheduler_output.scheduled_new_reqs
+        if not new:
+            return
+        started = {request.req_id for request in new}
+        kept = self._runner.requests.keys() - started
+        self._rows = {name: rows for name, rows in self._rows.items() if name in kept}
+        for request in new:
             given = rows_given(request.sampling_params)
-            self._rows.pop(request.req_id, None)
             if given is not None:
                 # Bytes were checked, or made, where the request came in.
-                routes = routes_of(given, self._spec, check_rows=isinstance(given, str))
-                self._rows[request.req_id] = routes
-                self._longest = max(self._longest, len(routes))
-        if not self._rows:
-            self._longest = 0
+                self._rows[request.req_id] = routes_of(given, self._spec, check_rows=isinstance(given, str))
+        self._longest = max(map(len, self._rows.values()), default=0)
 
     def _clear(self) -> None:
         if self._dirty:

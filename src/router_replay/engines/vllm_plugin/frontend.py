@@ -7,7 +7,6 @@ prefix cache knows tokens only, so KV made under forced rows gets a salt of its 
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 from typing import Any
 
@@ -46,7 +45,7 @@ def check_and_salt(processor: Any, request: Any) -> None:
         return
     try:
         routes = routes_of(given, _spec_of(processor))
-    except (RouterReplayError, binascii.Error, TypeError) as error:
+    except (RouterReplayError, ValueError, TypeError) as error:
         raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {error}") from error
     tokens = len(request.prompt_token_ids or ())
     if len(routes) > tokens:

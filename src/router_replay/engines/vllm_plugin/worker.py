@@ -72,9 +72,13 @@ class WorkerState:
         batch = self._runner.input_batch
         names = batch.req_ids[: len(scheduled)]
         ends = batch.num_computed_tokens_cpu[: len(scheduled)] + scheduled
-        self._computed.update(zip(names, ends.tolist(), strict=True))
-        if len(self._computed) > 2 * len(self._runner.requests) + KEPT:
-            self._computed = {name: end for name, end in self._computed.items() if name in self._runner.requests}
+        for name, end in zip(names, ends.tolist(), strict=True):
+            # What is computed again after a preemption was sampled from before.
+            self._computed[name] = max(end, self._computed.get(name, 0))
+        if len(self._computed) > 2 * (len(self._runner.requests) + KEPT):
+            finished = [name for name in self._computed if name not in self._runner.requests]
+            for name in finished[:-KEPT]:
+                del self._computed[name]
 
     def progress(self) -> dict[str, int]:
         """How many rows of each request were computed so far, by vLLM's internal request id.
@@ -120,12 +124,19 @@ def progress(worker: Any) -> dict[str, int]:
 
 
 def update_weights(worker: Any, source: str) -> dict[str, Any]:
-    """Swap the weights in place, and say how far each request in flight had come with the old ones."""
+    """Swap the weights in place, and say how far each request in flight had come with the old ones.
+
+    Weights that are refused before anything is touched give the `reason`; a load that fails on the way raises.
+    """
     state: WorkerState = worker.router_replay
     done = state.progress()
-    result = state.weights.load(state.weights.open(json.loads(source)))
+    try:
+        weights = state.weights.open(json.loads(source))
+    except RouterReplayError as error:
+        return {"reason": str(error)}
+    result = state.weights.load(weights)
     state.updates += 1
-    return {**result, "progress": done}
+    return {**result, "reason": "", "progress": done}
 
 
 def install() -> None:
