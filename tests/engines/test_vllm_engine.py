@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import urllib.request
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from router_replay.engines import Engine, Request, Sampling
@@ -73,6 +75,16 @@ def preemptions(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
+
+
+def test_ctrl_c_in_the_terminal_is_left_to_who_started_the_engine(vllm_engine: Engine) -> None:
+    """A terminal sends it to all processes; the trainer decides when the engine ends."""
+    manager = vllm_engine._transport._engine.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    before = one(vllm_engine, Request(prompt(), GREEDY))
+    for core in manager.processes:
+        for process in [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]:
+            process.send_signal(signal.SIGINT)
+    assert same(before, one(vllm_engine, Request(prompt(), GREEDY)))
 
 
 def test_the_worker_says_what_it_did(vllm_engine: Engine) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router_replay.cli import main
 from router_replay.errors import ConfigError
 from router_replay.rl.config import Block, LossConfig, TrainConfig, load_config, to_toml
 from router_replay.rl.config_checks import check_config
@@ -337,3 +338,28 @@ def test_the_examples_are_configs(path: pathlib.Path, tmp_path: pathlib.Path) ->
     else:
         (tmp_path / "model").mkdir()
         check_config(load_config(path, [f"model.path={tmp_path / 'model'}"]), world_size=config.trainer.ulysses)
+
+
+def test_only_tasks_of_several_turns_have_longer_responses() -> None:
+    """Dr.GRPO divides by it: a task of one turn must not be divided by turns that it cannot take."""
+    lengths = {
+        kind: load_config(None, [f"environment.kind={kind}", "rollout.max_tokens=5", "rollout.max_turns=3"])
+        for kind in ("arithmetic", "jsonl", "calculator")
+    }
+    assert {kind: config.longest_response for kind, config in lengths.items()} == {
+        "arithmetic": 5, "jsonl": 5, "calculator": 15,
+    }  # fmt: skip
+
+
+def test_a_dry_run_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "--set", "model.path=tiny", "--set", "optimizer.lr=3e-5"]) == 0
+    assert "lr = 3e-05" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("router_replay.rl.sync_loop.train", interrupted)
+    assert main(["train", "--set", "model.path=tiny"]) == 130
+    assert capsys.readouterr().err == "router-replay train: interrupted\n"

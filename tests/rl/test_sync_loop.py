@@ -23,11 +23,13 @@ from safetensors.torch import load_file
 from router_replay import wire
 from router_replay.engines.base import Completion, Request
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.errors import ConfigError, RewardError, TrainError
-from router_replay.rl import checkpoints
+from router_replay.errors import ConfigError, EngineError, RewardError, TrainError
+from router_replay.rl import checkpoints, policy
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.metrics import NAMES, read_metrics
+from router_replay.rl.rollout import Rollout
 from router_replay.rl.sync_loop import train
+from router_replay.rl.weights import WeightSync
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -60,7 +62,12 @@ def test_each_mode_learns_and_says_what_it_did(make_config: Callable[..., TrainC
 def test_the_calculator_plays_several_turns(make_config: Callable[..., TrainConfig]) -> None:
     config = make_config("environment.kind=calculator", "replay=r3", "rollout.max_tokens=8", "rollout.prompts=8")
     train(config)
-    assert max(line["turns"] for line in read_metrics(config.output)) > 1
+    lines = read_metrics(config.output)
+    assert max(line["turns"] for line in lines) > 1
+    for line in lines:  # rows stitched over turns are those of their tokens
+        assert line["routes/live"] == 0
+        assert line["routes/agreement"] > 0.999
+        assert line["mismatch/k3"] < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -103,9 +110,9 @@ def test_a_reward_function_that_raises_loses_nothing(make_config: Callable[..., 
         json.loads(line) for line in (config.output / "failed/step_000000/rollouts.jsonl").read_text().splitlines()
     ]
     assert len(saved) == 12
-    [first] = [line for line in saved if line["token_ids"]][:1]
-    routes = wire.decode(base64.b64decode(first["routes"]))
-    assert len(routes) == len(first["token_ids"]) == len(first["logprobs"]) == len(first["loss_mask"])
+    for line in saved:  # also of those whose reward was never asked for
+        routes = wire.decode(base64.b64decode(line["routes"]))
+        assert len(routes) == len(line["token_ids"]) == len(line["logprobs"]) == len(line["loss_mask"]) > 6
 
 
 def test_a_run_goes_on_after_its_reward_function_was_mended(make_config: Callable[..., TrainConfig]) -> None:
@@ -122,8 +129,6 @@ def test_a_run_goes_on_after_its_reward_function_was_mended(make_config: Callabl
 def test_a_nan_in_the_middle_of_a_step_keeps_the_last_whole_state(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router_replay.rl import policy
-
     config = make_config("steps=3", "checkpoint.every=1", "replay=off", "trainer.max_tokens=4096")
     real, calls = policy.policy_loss, []
 
@@ -146,6 +151,82 @@ def test_a_nan_in_the_middle_of_a_step_keeps_the_last_whole_state(
     train(straight)
     a, b = weights(config.output), weights(straight.output)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_nan_far_from_the_last_checkpoint_loses_no_step(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("steps=3", "replay=off", "trainer.max_tokens=4096")
+    real, calls = policy.policy_loss, []
+
+    def poisoned(*arguments: Any) -> Any:
+        calls.append(1)
+        loss, sums = real(*arguments)
+        return (loss * float("nan") if len(calls) == 4 else loss), sums  # the second mini-batch of the second step
+
+    monkeypatch.setattr(policy, "policy_loss", poisoned)
+    with pytest.raises(TrainError, match=r"updates of this step that were done are saved in .*step_000001"):
+        train(config)
+    monkeypatch.undo()
+    assert train(config, resume=True) == checkpoints.Progress(step=3, version=3, problem=9, updates=7)
+    assert [line["step"] for line in read_metrics(config.output)] == [0, 1, 2]
+
+
+def test_only_the_failed_steps_own_rollouts_are_kept(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Rollout._reset
+
+    def reset(self: Rollout, group: int, problem: int) -> Any:
+        if problem == 4:
+            raise RewardError("problem 4 is no problem")
+        return real(self, group, problem)
+
+    monkeypatch.setattr(Rollout, "_reset", reset)
+    config = make_config()
+    with pytest.raises(RewardError, match="step 1: problem 4 is no problem"):
+        train(config)
+    assert not (config.output / "failed").exists()
+
+
+def test_an_engine_that_does_not_take_the_weights_costs_no_step(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = WeightSync.push
+
+    def push(self: WeightSync, engine: Any, state: Any, version: int) -> None:
+        if version == 2:
+            raise EngineError("the engine is gone")
+        real(self, engine, state, version)
+
+    config = make_config("steps=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSync, "push", push)
+        with pytest.raises(EngineError, match=r"the engine is gone\nthe state is saved in .*step_000002"):
+            train(config)
+    train(config, resume=True)
+    assert [line["step"] for line in read_metrics(config.output)] == [0, 1, 2]
+
+
+def test_what_fails_on_the_first_rank_ends_the_others_too(
+    make_config: Callable[..., TrainConfig], settings: list[str], tmp_path: pathlib.Path
+) -> None:
+    script = tmp_path / "push.py"
+    script.write_text(
+        "import sys\nfrom router_replay.cli import main\nfrom router_replay.errors import EngineError\n"
+        "from router_replay.rl.weights import WeightSync\n"
+        "def push(*_):\n    raise EngineError('the engine is gone')\n"
+        "WeightSync.push = push\nsys.exit(main())\n"
+    )
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, check=False, timeout=180, capture_output=True, text=True
+    )
+    assert done.returncode
+    assert "the engine is gone" in done.stderr
+    assert checkpoints.latest(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step_000001"
 
 
 class NoRoutes(EmbeddedEngine):

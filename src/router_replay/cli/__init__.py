@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.rest = rest
     try:
         return chosen.run(chosen)
+    except KeyboardInterrupt:
+        print(f"router-replay {chosen.command}: interrupted", file=sys.stderr)
+        return 130
     except (RouterReplayError, OSError) as error:
         print(f"router-replay {chosen.command}: {error}", file=sys.stderr)
         return 1

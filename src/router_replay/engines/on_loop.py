@@ -105,14 +105,23 @@ class LoopEngine(Engine):
         if self._closed:
             work.close()
             self._refuse_closed()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                if self._is_dead():
+                    future.cancel()
+                    raise EngineError(f"{self.server} died before it answered; start the engine anew")
+            return future.result()
         except RouterReplayError:
             raise
         except concurrent.futures.CancelledError as error:
             raise EngineError("the engine was closed meanwhile") from error
         except Exception as error:
             raise EngineError(f"{self.server} failed: {type(error).__name__}: {error}") from error
+
+    def _is_dead(self) -> bool:
+        """Whether what stands behind the connection is known to be gone, so that waiting is in vain."""
+        return False
 
     def _refuse_closed(self) -> None:
         if self._closed:

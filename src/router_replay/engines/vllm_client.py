@@ -53,6 +53,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def reset_prefix_cache(self) -> bool: ...
 
+    def dead(self) -> bool:
+        """Whether calls may wait for an answer that never comes."""
+        return False
+
     @abc.abstractmethod
     async def close(self) -> None: ...
 
@@ -236,6 +240,9 @@ class VllmClient(LoopEngine):
         await self._transport.close()
 
     # -- helpers --------------------------------------------------------------------------------
+
+    def _is_dead(self) -> bool:
+        return hasattr(self, "_transport") and self._transport.dead()
 
     def _refuse_broken(self) -> None:
         if self._broken:

@@ -17,6 +17,7 @@ from typing import Any
 from router_replay.engines import vllm_plugin
 from router_replay.engines.base import Capabilities, InFlight
 from router_replay.engines.vllm_client import Transport, VllmClient
+from router_replay.engines.vllm_plugin import signals
 from router_replay.engines.vllm_samples import (
     Flight,
     Sample,
@@ -99,7 +100,7 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
 def _environment(forced_routes: bool) -> Iterator[None]:
     """Ask for the plugin in the processes that vLLM starts, and leave our own environment as it was."""
     asked = "1" if forced_routes else vllm_plugin.OBSERVE
-    wanted = {vllm_plugin.ENVIRONMENT: asked, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    wanted = {vllm_plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -157,6 +158,9 @@ class _InProcess(Transport):
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._engine.reset_prefix_cache())
+
+    def dead(self) -> bool:
+        return bool(self._engine is not None and self._engine.errored)
 
     async def close(self) -> None:
         self._engine.shutdown()

@@ -1,7 +1,7 @@
 """Every setting of a training run, typed, in one place: read from TOML and `--set`, and printed as TOML again.
 
     config = load_config(pathlib.Path("config.toml"), ["replay=off", "optimizer.lr=1e-5"])
-    print(totoml_text.write_value(config))  # every setting, as the run will use it
+    print(to_toml(config))  # every setting, as the run will use it
 
 One class per block of the TOML file; `docs/training.md` has the same tables for readers. `config_checks.py` refuses
 settings that are right one by one and cannot work together.
@@ -159,6 +159,11 @@ class TrainConfig(Block):
     reference: ReferenceConfig = ReferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that an episode can sample at most; only the calculator takes more than one turn."""
+        return self.rollout.max_tokens * (self.rollout.max_turns if self.environment.kind == "calculator" else 1)
 
 
 def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> TrainConfig:

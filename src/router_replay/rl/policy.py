@@ -96,7 +96,7 @@ class Policy:
         config, ranks = self._config, self._ranks
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        totals = Totals(mini.tokens, mini.sequences, config.rollout.max_tokens * config.rollout.max_turns)
+        totals = Totals(mini.tokens, mini.sequences, config.longest_response)
         loss_sum, sums = torch.zeros((), device=ranks.device), None
         for micro, old in zip(mini.micro, scored, strict=True):
             with self._replaying(micro, old.routes):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
 import os
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from router_replay.errors import ConfigError
 from router_replay.rl.config import TrainConfig
+
+PATIENCE = datetime.timedelta(hours=12)  # the others wait while the first rank starts the engine and plays rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ def join(config: TrainConfig) -> Ranks:
     device = _device(config.model.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=PATIENCE)
     elif config.model.dtype != "float32" and not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size, group = config.trainer.ulysses, None

@@ -69,8 +69,11 @@ class Rollout:
             if len(completions) != len(waiting):
                 raise EngineError(f"{len(waiting)} episodes asked, {len(completions)} completions came")
             prompts = [request.token_ids for request in requests for _ in range(request.sampling.n)]
-            for episode, prompt, completion in zip(waiting, prompts, completions, strict=True):
-                self._take(episode, prompt, completion)
+            turns = list(zip(waiting, prompts, completions, strict=True))
+            for turn_of in turns:  # all of them first: what is sampled is kept, whatever an environment raises
+                self._append(*turn_of)
+            for turn_of in turns:
+                self._take(*turn_of)
         return self.episodes
 
     # -- asking ---------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class Rollout:
 
     # -- taking ---------------------------------------------------------------------------------
 
-    def _take(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
+    def _append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         if completion.finish_reason == "abort":
             raise EngineError(f"{completion.request_id}: the engine aborted a rollout that nobody stopped")
         current = episode.trajectories[-1]
@@ -122,6 +125,8 @@ class Rollout:
         )
         if taken is not current:
             episode.trajectories.append(taken)
+
+    def _take(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         turn = self._step(episode, completion.token_ids.tolist())
         episode.reward += turn.reward
         episode.turns += 1

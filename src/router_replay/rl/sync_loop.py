@@ -83,6 +83,7 @@ class SyncLoop:
             if checkpoint is not None:
                 checkpoints.restore(self.policy, checkpoint)
             self._rollout: Rollout | None = None
+            self._updating = False
             self._seconds: dict[str, float] = {}
             self._saved = self.progress.step if checkpoint is not None else None
             state = whole_state(self.policy.model)
@@ -115,14 +116,17 @@ class SyncLoop:
                 with self._phase("score"):
                     scored = [policy.score(mini) for mini in minis]
                 with interrupts.held():
+                    self._updating = True
                     with self._phase("update"):
                         figures = [policy.update(mini, old) for mini, old in zip(minis, scored, strict=True)]
-                    self.progress = self._next(self.progress)
+                    self.progress, self._updating = self._next(self.progress), False
                     with self._phase("sync"):
-                        self._push()
+                        failure = self._push()
                     # Before the checkpoint: a step that need not run again has its line, whenever the run is killed.
                     self._report(figures, minis, scored, time.perf_counter() - started)
-                    self._seconds = {}
+                    self._seconds, self._rollout = {}, None
+                    if failure is not None:
+                        raise failure
                     if config.checkpoint.every and self.progress.step % config.checkpoint.every == 0:
                         self._save()
                 if self._ranks.any(interrupts.asked):
@@ -134,6 +138,7 @@ class SyncLoop:
     def _play(self, step: int) -> list[Episode]:
         """The first rank: rollouts of this step's problems."""
         config, first = self._config, self.progress.problem
+        self._rollout = None  # those of the last step are learned from
         problems = [
             number % self._task.problems if self._task.problems else number
             for number in range(first, first + config.rollout.prompts)
@@ -169,10 +174,11 @@ class SyncLoop:
             updates=self.policy.updates,
         )
 
-    def _push(self) -> None:
+    def _push(self) -> BaseException | None:
+        """New weights for the engine. A failure is given back: the step is done, and has its line to be written."""
         state = whole_state(self.policy.model)
-        if self._ranks.is_first:
-            self._sync.push(self.engine, state, self.progress.version)
+        _, failure = self._on_first(lambda: self._sync.push(self.engine, state, self.progress.version))
+        return failure
 
     def _save(self) -> None:
         with self._phase("checkpoint"):
@@ -228,15 +234,22 @@ class SyncLoop:
 
     def _from_first(self, make: Callable[[], list[list[MiniBatch]]]) -> list[MiniBatch]:
         """What `make` gives on the first rank, each rank its share; what it raises there ends every rank."""
-        plans, failure = None, None
+        plans, failure = self._on_first(make)
+        if failure is not None:
+            raise failure
+        return delivery.deliver(plans, self._ranks)
+
+    def _on_first(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """What the first rank's work gave, or what it raised: every rank learns that it did, and none waits for it."""
+        result, failure = None, None
         if self._ranks.is_first:
             try:
-                plans = make()
+                result = work()
             except BaseException as error:
                 failure = error
         if self._ranks.any(failure is not None):
-            raise failure or TrainError("the first rank could not make its rollouts; its message says why")
-        return delivery.deliver(plans, self._ranks)
+            failure = failure or TrainError("the first rank failed; its message says why")
+        return result, failure
 
     @contextlib.contextmanager
     def _saving_on_failure(self) -> Iterator[None]:
@@ -244,7 +257,7 @@ class SyncLoop:
         try:
             yield
         except (KeyboardInterrupt, RouterReplayError) as error:
-            saved = self._save_what_there_is()
+            saved = self._save_what_there_is(between_updates=not isinstance(error, KeyboardInterrupt))
             if isinstance(error, KeyboardInterrupt):
                 raise TrainError(f"stopped at step {self.progress.step}; {saved}; go on with --resume") from error
             raise type(error)(f"step {self.progress.step}: {error}\n{saved}; go on with --resume") from error
@@ -253,16 +266,25 @@ class SyncLoop:
                 self._display.note(self._save_what_there_is())
             raise
 
-    def _save_what_there_is(self) -> str:
+    def _save_what_there_is(self, between_updates: bool = False) -> str:
+        """`between_updates`: no optimizer step was cut in two, so that the weights are some that training had."""
         output, step = self._config.output, self.progress.step
         said = []
-        touched = self.policy.updates != self.progress.updates
-        if touched:  # weights of half a step: kept apart, and not what --resume takes
+        touched = self.policy.updates != self.progress.updates or (self._updating and not between_updates)
+        if touched and between_updates and self._saved != step:
+            self.progress = dataclasses.replace(self.progress, updates=self.policy.updates)
+            self._save()
+            said.append(
+                f"the weights with the updates of this step that were done are saved in {checkpoints.latest(output)}, "
+                "and the step is played again from there"
+            )
+        elif touched:  # weights of half a step: kept apart, and not what --resume takes
             where = output / "failed" / f"step_{step:06}"
             half = dataclasses.replace(self.progress, updates=self.policy.updates)
             checkpoints.save(self.policy, half, self._tokenizer, where, 1, self._ranks)
             last = checkpoints.latest(output)
-            said.append(f"weights in the middle of the step are in {where}, the last whole checkpoint is {last}")
+            whole = f"the last whole checkpoint is {last}" if last else "there is no whole checkpoint: it starts anew"
+            said.append(f"weights in the middle of the step are in {where}, {whole}")
         else:
             if self._saved != step:
                 self._save()

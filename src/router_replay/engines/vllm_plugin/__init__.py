@@ -1,7 +1,7 @@
 """What Router Replay adds to vLLM, by vLLM's own plugin entry point: nothing unless asked for.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
-variable ROUTER_REPLAY_VLLM it returns at once. With it, five things are supplied:
+variable ROUTER_REPLAY_VLLM it returns at once. With it, six things are supplied:
 
     forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
@@ -11,6 +11,7 @@ variable ROUTER_REPLAY_VLLM it returns at once. With it, five things are supplie
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            delivery.py
+    Ctrl-C             is left to the process that started the engine                      signals.py
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
 routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
@@ -39,8 +40,9 @@ def register() -> None:
     if not asked_for():
         return
     # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
-    from router_replay.engines.vllm_plugin import delivery, frontend, worker
+    from router_replay.engines.vllm_plugin import delivery, frontend, signals, worker
 
     frontend.install()
     worker.install()
     delivery.install()
+    signals.install()
