@@ -351,6 +351,12 @@ def test_only_tasks_of_several_turns_have_longer_responses() -> None:
     }  # fmt: skip
 
 
+def test_a_model_may_be_named_alone() -> None:
+    assert load_config(None, ["model=tiny"]) == load_config(None, ["model.path=tiny"])
+    both = load_config(None, ["model=folder", "model.dtype=bfloat16"]).model
+    assert (both.path, both.dtype) == ("folder", "bfloat16")
+
+
 def test_a_dry_run_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", "--set", "model.path=tiny", "--set", "optimizer.lr=3e-5"]) == 0
     assert "lr = 3e-05" in capsys.readouterr().out

@@ -53,7 +53,7 @@ class ModelConfig(Block):
 class EngineConfig(Block):
     """Where rollouts come from."""
 
-    kind: Literal["vllm", "vllm_http", "sglang", "embedded"] = "vllm"
+    kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
     url: str = ""
     """Of the server, for vllm_http and sglang."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -172,7 +172,12 @@ def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> Trai
     A setting is `dotted.key=value` with a value as TOML writes it; what is no TOML value is text: `replay=off`.
     """
     tree = {} if path is None else toml_text.read_file(path)
-    problems = [problem for setting in settings if (problem := _apply(tree, setting))]
+    problems = []
+    for setting in ("", *settings):
+        if setting and (problem := _apply(tree, setting)):
+            problems.append(problem)
+        if isinstance(tree.get("model"), str):  # `model = "tiny"` is short for its path
+            tree["model"] = {"path": tree["model"]}
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
