@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from router_replay import RouterReplay
 from router_replay.engines.base import Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.vllm_weights import share
 from router_replay.rl.config import EngineConfig
-from router_replay.rl.weights import WeightSync, fp8_rounded, sweep
+from router_replay.rl.weights import SHARED_MEMORY, WeightSync, _is_locked, fp8_rounded, sweep
 
 
 def load(folder: pathlib.Path) -> torch.nn.Module:
@@ -89,6 +91,24 @@ def test_what_killed_runs_left_in_memory_is_swept(tmp_path: pathlib.Path) -> Non
     (tmp_path / f"router-replay-{dead.pid}-segment").touch()
     (tmp_path / f"router-replay-{os.getpid()}-alive").mkdir()
     (tmp_path / "router-replay-somebodys").touch()
+    # Of a process that is not seen from here, as one in another container: its lock is.
+    unseen = tmp_path / f"router-replay-{dead.pid}-locked"
+    unseen.mkdir()
+    handle = os.open(unseen, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
     sweep(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted([f"router-replay-{os.getpid()}-alive", "router-replay-somebodys"])
+    assert left == sorted([f"router-replay-{os.getpid()}-alive", "router-replay-somebodys", unseen.name])
+    os.close(handle)
+    sweep(tmp_path)
+    assert not unseen.exists()
+
+
+def test_what_is_in_use_is_locked(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
+    pushes = sync(model, tmp_path, kind="vllm")
+    [folder] = tmp_path.iterdir()
+    with share({"a": torch.zeros(3)}) as segment:
+        for path in (folder, SHARED_MEMORY / segment.name):
+            assert _is_locked(path)
+    pushes.close()
+    assert not folder.exists()

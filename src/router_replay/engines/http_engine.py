@@ -172,16 +172,21 @@ class HttpEngine(LoopEngine):
     @contextlib.asynccontextmanager
     async def _settled(self, in_flight: InFlight) -> AsyncIterator[None]:
         """Nothing starts, nobody else pauses or loads, and what runs was ended, waited for, or kept as asked."""
+        self._open = False
         try:
-            self._open = False
             if in_flight == "wait":
                 await self._settle(in_flight)  # before the lock: it can take long, and an abort may end it
-            async with self._exclusive:
-                self._open = False
+        except BaseException:
+            async with self._exclusive:  # somebody else may be loading weights behind the shut gate
+                await self._reopen()
+            raise
+        async with self._exclusive:
+            self._open = False
+            try:
                 await self._settle(in_flight)
                 yield
-        finally:
-            await self._reopen()
+            finally:
+                await self._reopen()
 
     async def _settle(self, in_flight: InFlight) -> None:
         """The requests that the server works on: ended, finished, or left to be held."""

@@ -9,9 +9,11 @@ the memory must stay until /finish_weight_update has returned; reset the prefix 
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
+import pathlib
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -59,8 +61,8 @@ class SharedWeights:
             length += tensor.numel() * tensor.itemsize
         if not length:
             raise EngineError("there are no weights to share")
-        self._memory = _allocate(self.name, length)
-        self._unlink = weakref.finalize(self, (SHARED_MEMORY / self.name).unlink, missing_ok=True)
+        self._memory, lock = _allocate(self.name, length)
+        self._unlink = weakref.finalize(self, _give_up, SHARED_MEMORY / self.name, lock)
 
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
         """Fill it with these tensors, which must be the same by name and shape. No engine may be reading meanwhile."""
@@ -94,20 +96,27 @@ class SharedWeights:
         self.close()
 
 
-def _allocate(name: str, length: int) -> mmap.mmap:
-    """Memory that is really there: a segment beyond the machine's limit would kill the process when it is written."""
+def _give_up(path: pathlib.Path, lock: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(lock)
+
+
+def _allocate(name: str, length: int) -> tuple[mmap.mmap, int]:
+    """Memory that is really there: a segment beyond the machine's limit would kill the process when it is written.
+
+    With the handle that says that it is in use: a lock holds over containers, which do not see each other's processes.
+    """
     if not SHARED_MEMORY.is_dir():
         raise EngineError(f"there is no {SHARED_MEMORY} here: save a folder and give its path to update_weights")
     path = SHARED_MEMORY / name
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
         os.posix_fallocate(handle, 0, length)
-        return mmap.mmap(handle, length)
+        return mmap.mmap(handle, length), handle
     except OSError as error:
-        path.unlink(missing_ok=True)
+        _give_up(path, handle)
         raise EngineError(
             f"{length / 2**20:.0f} MiB of shared memory are not to be had in {SHARED_MEMORY} ({error}): make it larger "
             "(containers have 64 MiB by default), or save a folder and give its path to update_weights"
         ) from error
-    finally:
-        os.close(handle)

@@ -7,6 +7,7 @@ Hugging Face folder.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
@@ -38,6 +39,10 @@ class WeightSync:
         bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
         where = _roomy(config.weights, bytes_of_two)
         self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        in_use = os.open(self._root, os.O_RDONLY)
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+        self._unlock = contextlib.ExitStack()
+        self._unlock.callback(os.close, in_use)
 
     def export(self, state: Mapping[str, torch.Tensor], version: int) -> pathlib.Path:
         """A folder with the weights as the engine should have them; it stays until the next version is there."""
@@ -69,6 +74,7 @@ class WeightSync:
         if self._segment is not None:
             self._segment.close()
         shutil.rmtree(self._root, ignore_errors=True)
+        self._unlock.close()
 
     def _shared(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
         """One segment for the whole run; None where shared memory has no room for it (a container's 64 MB)."""
@@ -104,15 +110,32 @@ def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sweep(folder: pathlib.Path) -> None:
-    """Remove what runs that were killed left in memory: it is named after a process that is no more."""
+    """Remove what runs that were killed left in memory: named after a process that is no more, and locked by none.
+
+    A process of another container is not seen here, but its lock is.
+    """
     for left in folder.glob(f"{PREFIX}*"):
         process = left.name.removeprefix(PREFIX).partition("-")[0]
-        if not process.isdigit() or pathlib.Path("/proc", process).exists():
+        if not process.isdigit() or pathlib.Path("/proc", process).exists() or _is_locked(left):
             continue
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink(missing_ok=True)
+
+
+def _is_locked(path: pathlib.Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # gone meanwhile, or somebody else's
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def _roomy(wanted: str, needed: int) -> str | None:
