@@ -195,7 +195,7 @@ def test_only_the_text_decoder_is_touched() -> None:
     for name in ("talker", "vision_tower", "draft_model", "encoder"):
         replayer = RouterReplay(Pair(thinker=text, **{name: other}))
         assert "3 left live" in repr(replayer)
-        assert all("_router_replay" not in module.__dict__ for module in other.modules())
+        assert all("forward" not in module.__dict__ for module in other.modules())
         assert replayer.spec == RouterSpec(8, 3, (0, 1, 2))
         replayer.detach()
     with pytest.raises(ReplayError, match="not clear which one"):

@@ -1,9 +1,8 @@
 """Gradient checkpointing: a layer that is computed again in backward uses the routes of its own forward.
 
-transformers keeps the checkpoint function on each layer that has it. It is wrapped so that, in the forward
-pass, it takes what is in force then as its `context_fn`, and puts it into force again for the recompute. The
-`with` block may be closed by then, or another one open. Reentrant checkpoints take no `context_fn`: the function
-they call again notes what was in force, and a recompute under anything else raises.
+`checkpoint_calls` finds that out for routers that run in eager mode. A compiled layer cannot look at the call stack,
+so the checkpoint functions that transformers and torch keep on modules are wrapped: the function that they checkpoint
+remembers the routes of its first call, and puts them into force when it is called again.
 """
 
 from __future__ import annotations
@@ -11,42 +10,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from router_replay.errors import ReplayError
-from router_replay.replay.state import CANNOT_PROVE, Plan, State, in_backward
+from router_replay.replay.state import State
 
-FUNCTION = "_gradient_checkpointing_func"
+# Where a module keeps its checkpoint function: transformers' layers, and torch's checkpoint_wrapper.
+ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def contexts(state: State) -> Contexts:
     """What `context_fn` must return: nothing for the forward, this forward's routes for its recompute."""
-    return contextlib.nullcontext(), _recompute(state, state.plan)
-
-
-@contextlib.contextmanager
-def _recompute(state: State, plan: Plan | None) -> Iterator[None]:
-    thread = threading.get_ident()
-    outer = state.recomputing.get(thread), thread in state.recomputing
-    state.recomputing[thread] = plan
-    try:
-        yield
-    finally:
-        if outer[1]:
-            state.recomputing[thread] = outer[0]
-        else:
-            del state.recomputing[thread]
+    plan, _ = state.decide()
+    return contextlib.nullcontext(), state.recompute(plan)
 
 
 class Remembering:
-    """A layer's checkpoint function that also remembers the routes in force. A deepcopy is the plain function."""
+    """A module's checkpoint function whose recompute uses the routes of its forward.
+
+    A deepcopy or a pickle of the module holds the plain function.
+    """
 
     def __init__(self, inner: functools.partial[Any], state: State) -> None:
         self.inner = inner
@@ -55,47 +43,44 @@ class Remembering:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler plans its own recompute, from the graph of this forward
             return self.inner(function, *args, **kwargs)
-        if self.inner.keywords["use_reentrant"]:
-            return self.inner(functools.partial(_guarded, self.state, self.state.plan, function), *args, **kwargs)
-        users = kwargs.pop("context_fn", None) or self.inner.keywords.get("context_fn")
-        context_fn = functools.partial(_both, users, self.state)
-        return self.inner(function, *args, context_fn=context_fn, **kwargs)
+        return self.inner(CalledTwice(self.state, function), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.inner, memo)
 
-
-def _guarded(state: State, plan: Plan | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A reentrant checkpoint calls this in forward and in recompute; both must be under the same routes."""
-    if in_backward() and state.plan is not plan:
-        raise ReplayError(CANNOT_PROVE)
-    return function(*args, **kwargs)
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.inner,)
 
 
-def _both(users: Callable[[], Contexts] | None, state: State) -> Contexts:
-    forward, recompute = contexts(state)
-    if users is None:
-        return forward, recompute
-    users_forward, users_recompute = users()
-    return users_forward, _nested(users_recompute, recompute)
+class CalledTwice:
+    """A checkpointed function. Every call after the first one is a recompute."""
+
+    def __init__(self, state: State, function: Callable[..., Any]) -> None:
+        self.state = state
+        self.function = function
+        self.plan, _ = state.decide()
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.called:
+            self.called = True
+            return self.function(*args, **kwargs)
+        with self.state.recompute(self.plan):
+            return self.function(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+def remember(model: nn.Module, state: State) -> None:
+    """Wrap every checkpoint function in the model that is not wrapped yet. Checkpointing may come on at any time."""
+    for module in model.modules():
+        for attribute in ATTRIBUTES:
+            function = module.__dict__.get(attribute)
+            if isinstance(function, functools.partial):
+                setattr(module, attribute, Remembering(function, state))
 
 
-def remember(layers: list[nn.Module], state: State) -> None:
-    """Wrap the checkpoint function of each layer that has one now. Cheap to call again."""
-    for layer in layers:
-        function = layer.__dict__.get(FUNCTION)
-        if isinstance(function, functools.partial) and "use_reentrant" in function.keywords:
-            setattr(layer, FUNCTION, Remembering(function, state))
-
-
-def forget(layers: list[nn.Module]) -> None:
-    for layer in layers:
-        function = layer.__dict__.get(FUNCTION)
-        if isinstance(function, Remembering):
-            setattr(layer, FUNCTION, function.inner)
+def forget(model: nn.Module, state: State) -> None:
+    for module in model.modules():
+        for attribute in ATTRIBUTES:
+            function = module.__dict__.get(attribute)
+            if isinstance(function, Remembering) and function.state is state:
+                setattr(module, attribute, function.inner)

@@ -84,6 +84,7 @@ def find_routers(model: nn.Module) -> Found:
             left_live.append((name, reason))
         else:
             routers.append(_describe(name, named[name], modules, stack_name))
+    _refuse_tied(model, routers)
     routers.sort(key=_call_order)
     if not routers:
         raise ReplayError(f"{type(model).__name__} has no router in its text decoder; left alone: {left_live}")
@@ -200,6 +201,21 @@ def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: t
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     raise ReplayError(f"{name} ({type(module).__name__}) does not say its {what}: looked for {', '.join(attributes)}")
+
+
+def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
+    """One module that serves two layers is called twice in a pass, and its calls do not say for which layer."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers: dict[int, set[int]] = {id(router.module): set() for router in routers}
+    for name, module in modules.items():
+        if id(module) in layers:
+            layers[id(module)].add(_layer_of(name, _stack_of(name, modules)))
+    for router in routers:
+        if len(layers[id(router.module)]) > 1:
+            raise ReplayError(
+                f"layers {sorted(layers[id(router.module)])} share one router module ({router.name}): its calls cannot "
+                "be told apart, so their routes cannot be replayed"
+            )
 
 
 def _call_order(router: FoundRouter) -> tuple[int, int]:

@@ -69,5 +69,8 @@ NOT_DECODER = {
 }
 ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder tokens"
 
+# Decoders whose cache holds the encoder's tokens and none of their own: a filled one says nothing about earlier rows.
+CACHE_OF_THE_ENCODER = ("DiffusionGemmaDecoderModel",)
+
 # Where a layer holds two routers, the order in which its forward calls them.
 CALL_ORDER = ("self_attention", "self_attn", "mlp")

@@ -7,67 +7,83 @@ written, would make replay do nothing. So each pass under replay or record ends 
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from router_replay.errors import ReplayError
-from router_replay.replay.state import Plan, Recording, Site, State, in_backward
+from router_replay.replay import families
+from router_replay.replay.site import Site
+from router_replay.replay.state import Plan, Recording, State
+from router_replay.replay.wrapper import Wrapper
 
 TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds")
 
 
-class Watch:
-    """The two hooks on the decoder stack. A deepcopy of the model gets one that watches nothing."""
+class Watch(Wrapper):
+    """The wrapper on the decoder stack: one call is one forward pass."""
 
-    def __init__(self, state: State | None, sites: list[Site], layers: tuple[int, ...]) -> None:
+    def __init__(self, name: str, stack: nn.Module, state: State, sites: Sequence[Site]) -> None:
+        super().__init__(name, stack)
         self.state = state
         self.sites = sites
-        self.layers = layers
-        self.rows: int | None = None  # tokens of the pass that runs now, where they can be counted
+        names = {cls.__name__ for cls in type(stack).__mro__}
+        self.cache_of_the_encoder = not names.isdisjoint(families.CACHE_OF_THE_ENCODER)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return Watch(None, [], ())
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
-        if state is None or (state.plan is None and state.recording is None):
-            return
-        if not torch.compiler.is_compiling():
-            if in_backward():
-                return
-            if state.owner != threading.get_ident():
-                raise ReplayError(
-                    "this model runs in a thread while another thread has a replay or record block open on it: "
-                    "routes of one batch must not reach another"
-                )
-        self.rows = None
-        tokens = _tokens(args, kwargs)
-        if tokens is not None:
-            self.rows = math.prod(tokens.shape[:2])
-            if state.plan is not None:
-                self._check(state.plan, self.rows, tokens.device)
+        if state.is_recompute():
+            return self.original(*args, **kwargs)
+        recordings = state.recordings
+        lengths = [[len(column) for column in recording.pieces] for recording in recordings]
+        rows = self._before(args, kwargs) if state.blocks else None
+        outer, state.passing = state.passing, True
+        try:
+            out = self.original(*args, **kwargs)
+            if state.blocks:
+                self._after(rows)
+        except BaseException:
+            for recording, before in zip(recordings, lengths, strict=True):
+                recording.drop_after(before)
+            raise
+        finally:
+            state.passing = outer
+        return out
+
+    def _before(self, args: Any, kwargs: Any) -> int | None:
+        """Refuse a pass that the routes do not fit; the number of its tokens, where they can be counted."""
+        state = self.state
+        if torch.compiler.is_compiling():
+            if not state.opened_here():
+                raise ReplayError("another thread has a replay or record block open on this model")
+        else:
+            state.refuse_elsewhere("run a forward pass")
         for site in self.sites:
             site.used = False
+        tokens = _tokens(args, kwargs)
+        rows = None if tokens is None else math.prod(tokens.shape[:2])
+        if state.plan is not None:
+            if not self.cache_of_the_encoder:
+                _check_cache(state.plan, kwargs.get("past_key_values"))
+            if tokens is not None and rows is not None:
+                _check_rows(state.plan, rows, tokens.device)
+        return rows
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, rows: int | None) -> None:
         state = self.state
-        if state is None or (state.plan is None and state.recording is None):
-            return
-        compiling = torch.compiler.is_compiling()
-        if not compiling and in_backward():
-            return
-        unused = [self.layers[site.column] for site in self.sites if not site.used]
+        unused = [site.router.layer for site in self.sites if not site.used]
         if unused:
             raise ReplayError(
                 f"the routers of layers {unused} did not choose experts in this pass, so their routes were not "
                 "used: a fused kernel or a patch runs in place of the router. Switch it off (for hub kernels: load the "
                 "model without use_kernels), or report the model's class"
             )
-        if state.recording is not None and not compiling:
-            self._check_recording(state.recording)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and rows is not None:
+            for recording in state.recordings:
+                self._check_recording(recording, rows)
         if state.plan is None:
             return
         if not compiling:
@@ -75,23 +91,45 @@ class Watch:
         elif state.plan.compiled_passes is not None:
             state.plan.compiled_passes.add_(1)
 
-    def _check(self, plan: Plan, rows: int, device: torch.device) -> None:
-        if rows != len(plan):
-            raise ReplayError(
-                f"the routes have {len(plan)} rows, this forward pass has {rows} tokens: rows and tokens are laid out "
-                "by the same code (pack, shard), padding included"
-            )
-        if device != plan.ids_TLK.device:
-            if not plan.from_host:
-                raise ReplayError(f"the routes are on {plan.ids_TLK.device}, this forward pass runs on {device}")
-            plan.move(device)
-
-    def _check_recording(self, recording: Recording) -> None:
+    def _check_recording(self, recording: Recording, rows: int) -> None:
         """A family that routes some tokens elsewhere (ernie4_5_vl_moe: images) would leave rows that fit no token."""
-        for column, layer in enumerate(self.layers):
-            got = len(recording.pieces[column][-1])
-            if self.rows is not None and got != self.rows:
-                raise ReplayError(f"layer {layer}: the router was given {got} of the {self.rows} tokens of this pass")
+        for site in self.sites:
+            got = len(recording.pieces[site.column][-1])
+            if got != rows:
+                raise ReplayError(
+                    f"layer {site.router.layer}: the router was given {got} of the {rows} tokens of this pass"
+                )
+
+
+def _check_rows(plan: Plan, rows: int, device: torch.device) -> None:
+    if rows != len(plan):
+        raise ReplayError(
+            f"the routes have {len(plan)} rows, this forward pass has {rows} tokens: rows and tokens are laid out "
+            "by the same code (pack, shard), padding included"
+        )
+    if device != plan.ids_TLK.device:
+        if not plan.from_host:
+            raise ReplayError(f"the routes are on {plan.ids_TLK.device}, this forward pass runs on {device}")
+        plan.move(device)
+
+
+def _check_cache(plan: Plan, cache: Any) -> None:
+    """The first row belongs to the first token behind the cache."""
+    if cache is None:
+        return
+    if not hasattr(cache, "get_seq_length"):
+        raise ReplayError(
+            f"past_key_values is a {type(cache).__name__}, which does not say how many tokens it holds: replay without "
+            "a cache (use_cache=False)"
+        )
+    held = cache.get_seq_length()
+    held = held if isinstance(held, int) else int(held)
+    if held != plan.start:
+        raise ReplayError(
+            f"the first row of these routes belongs to token {plan.start}, and the key-value cache already holds "
+            f"{held} tokens: replay the whole sequence in one pass without a cache, or open a block for each chunk "
+            f"(replayer.replay(routes[{held}:...], start={held}))"
+        )
 
 
 def _tokens(args: Any, kwargs: Any) -> Tensor | None:

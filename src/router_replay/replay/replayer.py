@@ -12,7 +12,6 @@ Shapes: T tokens, L routed layers, K top-k.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -25,8 +24,10 @@ from router_replay.errors import ReplayError
 from router_replay.replay import checkpoint
 from router_replay.replay.discover import find_routers
 from router_replay.replay.passes import Watch
-from router_replay.replay.state import ATTRIBUTE, Plan, Recording, State, install, uninstall
+from router_replay.replay.site import Site
+from router_replay.replay.state import Plan, Recording, State
 from router_replay.replay.stats import Counters, Stats
+from router_replay.replay.wrapper import Wrapper
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
@@ -66,26 +67,18 @@ class RouterReplay:
         self._spec = self._found.spec
         if spec is not None and spec != self._spec:
             raise ReplayError(f"the model's routers are {self._spec}, the spec that was given is {spec}")
-        self._model_name = type(model).__name__
+        self._model = model
         self._agreement = agreement
         self._state = State()
         self._counters = Counters(self._spec.layers)
-        for router in self._found.routers:
-            site = router.module.__dict__.get(ATTRIBUTE)
-            if site is not None and site.state is not None:
-                raise ReplayError(
-                    f"{router.name} already belongs to a RouterReplay: use it, or call its detach() first"
-                )
-        for column, router in enumerate(self._found.routers):
-            install(router, column, self._state)
-        sites = [router.module.__dict__[ATTRIBUTE] for router in self._found.routers]
-        watch = Watch(self._state, sites, self._spec.layers)
-        self._hooks = [
-            self._found.stack.register_forward_pre_hook(watch.before, with_kwargs=True),
-            self._found.stack.register_forward_hook(watch.after),
-        ]
-        self._layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        checkpoint.remember(self._layers, self._state)
+        sites = [Site(router, column, self._state) for column, router in enumerate(self._found.routers)]
+        watch = Watch(self._found.stack_name or "the model", self._found.stack, self._state, sites)
+        self._wrappers: list[Wrapper] = [*sites, watch]
+        for wrapper in self._wrappers:
+            wrapper.refuse_second()
+        for wrapper in self._wrappers:
+            wrapper.install()
+        checkpoint.remember(model, self._state)
 
     @property
     def spec(self) -> RouterSpec:
@@ -109,52 +102,53 @@ class RouterReplay:
         on_missing: Literal["raise", "live"] = "raise",
         loss_mask: Any = None,
         agreement: bool | None = None,
+        start: int = 0,
     ) -> Iterator[RouterReplay]:
         """Every forward pass in this block uses these routes, and so does its recompute in backward.
 
         `routes` are Routes, TensorRoutes, a batch that holds them, or what `record` gave; one row per token
         of the pass. Missing rows (padding, and what no engine returned) are routed live and counted. Where
         `loss_mask` [T] is True a missing row raises, unless `on_missing="live"`; a batch brings its own mask.
+        `start` is the number of tokens in the key-value cache before the first row, for a sequence in chunks.
         """
         wanted = self._agreement if agreement is None else agreement
         plan = self._plan(routes, on_missing, loss_mask, wanted)
-        checkpoint.remember(self._layers, self._state)
-        self._counters.open.append(plan)
-        try:
-            with self._in_force(plan, self._state.recording):
-                yield self
-        finally:
-            self._counters.close(plan)
+        plan.start = start
+        checkpoint.remember(self._model, self._state)
+        with self._state.block(plan), self._counters.counting(plan):
+            yield self
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:
-        """Note the experts that each forward pass in this block uses, live or replayed."""
+        """Note the experts that each forward pass in this block uses, live or replayed; all of a pass, or nothing."""
         recording = Recording(self._spec)
-        checkpoint.remember(self._layers, self._state)
-        with self._in_force(self._state.plan, recording):
+        checkpoint.remember(self._model, self._state)
+        with self._state.block(recording):
             yield Recorded(recording)
 
     def checkpoint_context(self) -> checkpoint.Contexts:
         """A `context_fn` for torch.utils.checkpoint: the recompute uses the routes of its own forward.
 
-        Layers under `model.gradient_checkpointing_enable()` have it already.
+        Only a checkpoint around a layer that is compiled by itself needs it.
         """
         return checkpoint.contexts(self._state)
 
     def detach(self) -> None:
-        """Leave the model as it was before this object was made."""
-        for router in self._found.routers:
-            uninstall(router)
-        for hook in self._hooks:
-            hook.remove()
-        checkpoint.forget(self._layers)
+        """Leave the model as it was before this object was made, which then refuses further blocks."""
+        self._state.refuse_detached()
+        for wrapper in self._wrappers:
+            wrapper.refuse_covered()
+        self._state.detach()
+        for wrapper in self._wrappers:
+            wrapper.uninstall()
+        checkpoint.forget(self._model, self._state)
 
     def __repr__(self) -> str:
         found = self._found
         first, last = found.routers[0].name, found.routers[-1].name
         where = f"{first} ... {last}" if len(found.routers) > 1 else first
         text = (
-            f"RouterReplay({self._model_name}: {len(found.routers)} routers, {self._spec.top_k} of "
+            f"RouterReplay({type(self._model).__name__}: {len(found.routers)} routers, {self._spec.top_k} of "
             f"{self._spec.num_experts} experts, {where}"
         )
         if found.left_live:
@@ -163,19 +157,6 @@ class RouterReplay:
         return text + ")"
 
     # -- inside -----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _in_force(self, plan: Plan | None, recording: Recording | None) -> Iterator[None]:
-        state = self._state
-        thread = threading.get_ident()
-        if state.owner not in (None, thread):
-            raise ReplayError("another thread has a replay or record block open on this model")
-        before = state.plan, state.recording, state.owner
-        state.plan, state.recording, state.owner = plan, recording, thread
-        try:
-            yield
-        finally:
-            state.plan, state.recording, state.owner = before
 
     def _plan(self, routes: Any, on_missing: str, loss_mask: Any, agreement: bool) -> Plan:
         if on_missing not in ("raise", "live"):

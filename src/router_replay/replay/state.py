@@ -1,37 +1,32 @@
-"""What is in force in a model now, and the wrapper that puts it into each router call.
+"""What is in force in a model now: the open blocks, and the routes that a recompute must use again.
 
-A `Plan` is the routes of one `replay` block, a `Recording` collects the choices of one `record` block. A
-`State` belongs to one RouterReplay and says which of them are in force. A `Site` sits on each router; the
-router's `forward` is a method bound to the router itself, so a deepcopy of the model gets its own wrapper
-and, by `Site.__deepcopy__`, no state: it routes live until it has a RouterReplay of its own.
+A `Plan` is the routes of one `replay` block, a `Recording` collects the choices of one `record` block. A `State`
+belongs to one RouterReplay. It lives on that object and not on a thread, since backward may run in another thread.
 
 Shapes: T tokens, L routed layers, K top-k.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import threading
-import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from router_replay.errors import ReplayError
-from router_replay.replay.discover import FoundRouter
-from router_replay.replay.families import Choice
-from router_replay.replay.special import ALL_SELECTIONS
+from router_replay.replay.checkpoint_calls import surrounding_checkpoints
+from router_replay.replay.opener import Opener
 from router_replay.spec import RouterSpec
 
-ATTRIBUTE = "_router_replay"
 CANNOT_PROVE = (
-    "a checkpointed layer is recomputed in backward, and the routes of its forward are not in force: its replay "
-    "block is closed, and the checkpoint does not remember them. Call backward inside the block, or use "
-    "model.gradient_checkpointing_enable() with use_reentrant=False, or pass context_fn=replayer.checkpoint_context "
-    "to torch.utils.checkpoint.checkpoint"
+    "a checkpointed layer is recomputed in backward, and it is not known which routes its forward pass used. Use "
+    "model.gradient_checkpointing_enable(), torch.utils.checkpoint.checkpoint or checkpoint_wrapper, or pass "
+    "context_fn=replayer.checkpoint_context to torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
 
@@ -48,6 +43,7 @@ class Plan:
     spec: RouterSpec
     rows_replayed: int | Tensor  # per pass; a tensor where only the device knows
     rows_live: int | Tensor
+    start: int = 0  # how many tokens the KV cache holds before the token of the first row
     from_host: bool = False  # came as numpy, so it goes where the pass is (offloaded parameters do not say where)
     agree_L: Tensor | None = None  # captured rows whose set equals the live choice, summed over passes; None: not asked
     passes: int = 0
@@ -78,144 +74,130 @@ class Recording:
     def add(self, column: int, chosen_TK: Tensor) -> None:
         self.pieces[column].append(chosen_TK.detach().to(self.dtype))
 
-
-class State:
-    """What is in force. One per RouterReplay; kept on the object, since backward may run in another thread."""
-
-    def __init__(self) -> None:
-        self.plan: Plan | None = None
-        self.recording: Recording | None = None
-        self.owner: int | None = None  # the thread whose block is open
-        self.recomputing: dict[int, Plan | None] = {}  # thread -> what its checkpoint remembers of its forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        return State()
+    def drop_after(self, lengths: list[int]) -> None:
+        """Forget the pieces of a pass that failed: `lengths` are the pieces per layer before it."""
+        for column, length in zip(self.pieces, lengths, strict=True):
+            del column[length:]
 
 
 @dataclasses.dataclass(eq=False)
-class Site:
-    """The wrapper's memory on one router. `state` is None on a copy of a model, until it is given its own."""
+class Block:
+    """One open `replay` or `record` block."""
 
-    router: FoundRouter | None
-    column: int
-    state: State | None
-    previous: Any = None  # a forward that somebody set on the instance before us
-    used: bool = False  # the choice was answered (or noted) in the pass that runs now
-    last: weakref.ref[Plan] | None = None  # what the last pass used: all we know where a checkpoint remembers nothing
+    contents: Plan | Recording
+    opener: Opener
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return Site(None, self.column, None, copy.deepcopy(self.previous, memo))
 
-    def plan_now(self) -> Plan | None:
-        """The routes for this call: those of the block, or in a recompute those of its own forward."""
-        state = self.state
-        assert state is not None
+class State:
+    """The blocks that are open on one model, innermost last, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.plan: Plan | None = None  # the routes in force now
+        self.recordings: tuple[Recording, ...] = ()
+        self.passing = False  # a forward pass of the decoder runs
+        self.recomputing = False  # a layer that remembers its plan runs again in backward
+        self.detached = False
+        self.was_used = False  # a block was open at some time
+        # A compiled pass cannot ask which thread it runs in, but torch checks this attribute before it runs one.
+        self.here = threading.local()
+        # What the forward of each checkpoint used, as long as its graph lives.
+        self.used: weakref.WeakKeyDictionary[Any, Plan | None] = weakref.WeakKeyDictionary()
+
+    @contextlib.contextmanager
+    def block(self, contents: Plan | Recording) -> Iterator[None]:
+        """Keep `contents` in force; the blocks of a model are nested, and belong to the code that opened them."""
+        self.refuse_detached()
+        self.refuse_elsewhere("open a block")
+        block = Block(contents, Opener.here())
+        self.blocks.append(block)
+        self._changed()
+        try:
+            yield
+        finally:
+            innermost = self.blocks[-1] is block
+            self.blocks.remove(block)
+            self._changed()
+            if not innermost:
+                raise ReplayError(
+                    "replay and record blocks must close in the opposite order in which they opened; this one closed "
+                    "before a block that was opened inside it, so passes in between used the routes of the inner one"
+                )
+
+    def refuse_elsewhere(self, what: str) -> None:
+        """Only the thread, task or generator that opened the innermost block may run passes or open another."""
+        reason = self.blocks[-1].opener.elsewhere(Opener.here()) if self.blocks else ""
+        if reason:
+            raise ReplayError(
+                f"cannot {what} here: {reason} has a replay or record block open on this model, and the routes of one "
+                "batch must not reach another. Close that block first, or give each its own model"
+            )
+
+    def opened_here(self) -> bool:
+        """Did this thread open the innermost block? Can be asked while torch compiles."""
+        return getattr(self.here, "depth", 0) == len(self.blocks)
+
+    def decide(self) -> tuple[Plan | None, bool]:
+        """The plan for a router call that runs now, and whether this is its first time (not a recompute)."""
         if torch.compiler.is_compiling():
-            return state.plan
-        if not in_backward():
-            self.last = None if state.plan is None else weakref.ref(state.plan)
-            return state.plan
-        thread = threading.get_ident()
-        if thread in state.recomputing:
-            return state.recomputing[thread]
-        was_live = self.last is None
-        if was_live != (state.plan is None) or (self.last is not None and self.last() is not state.plan):
+            if self.was_used and not self.passing and not self.recomputing:
+                raise ReplayError(CANNOT_PROVE)
+            return self.plan, not self.recomputing
+        if self.recomputing:
+            return self.plan, False
+        entered, recomputed = surrounding_checkpoints()
+        if recomputed is not None:
+            if self.was_used and recomputed not in self.used:
+                raise ReplayError(CANNOT_PROVE)
+            plan = self.used.get(recomputed)
+        elif in_backward() and self.was_used:
             raise ReplayError(CANNOT_PROVE)
-        return state.plan
+        else:
+            plan = self.plan
+        for checkpoint in entered:
+            self.used[checkpoint] = plan
+        return plan, recomputed is None
+
+    def is_recompute(self) -> bool:
+        """Is what runs now a recompute in backward?"""
+        if self.recomputing or torch.compiler.is_compiling():
+            return self.recomputing
+        return surrounding_checkpoints()[1] is not None
+
+    @contextlib.contextmanager
+    def recompute(self, plan: Plan | None) -> Iterator[None]:
+        """A layer runs again in backward, under the routes of its own forward."""
+        before = self.plan, self.recomputing
+        self.plan, self.recomputing = plan, True
+        try:
+            yield
+        finally:
+            self.plan, self.recomputing = before
+
+    def detach(self) -> None:
+        """Refuse blocks from now on; raises where a block or a graph still needs the wrappers."""
+        if self.blocks:
+            raise ReplayError("detach() inside a replay or record block: close the block first")
+        if any(plan is not None for plan in self.used.values()):
+            raise ReplayError(
+                "detach() before the backward pass of a checkpointed forward that was replayed: it would be recomputed "
+                "with live routes. Run the backward pass, or delete the loss and the outputs, first"
+            )
+        self.detached = True
+
+    def refuse_detached(self) -> None:
+        if self.detached:
+            raise ReplayError("this RouterReplay was detached from its model: make a new one")
+
+    def _changed(self) -> None:
+        contents = [block.contents for block in self.blocks]
+        plans = [one for one in contents if isinstance(one, Plan)]
+        self.plan = plans[-1] if plans else None
+        self.recordings = tuple(one for one in contents if isinstance(one, Recording))
+        self.here.depth = len(self.blocks)
+        self.was_used = self.was_used or bool(self.blocks)
 
 
 def in_backward() -> bool:
-    """Is this call a recompute? A forward inside backward is one."""
+    """Does a backward pass run in this thread?"""
     return torch._C._current_graph_task_id() != -1
-
-
-def install(router: FoundRouter, column: int, state: State) -> None:
-    """Put a Site and the wrapper on a router, or give the Site that a deepcopy left there its new state."""
-    module = router.module
-    site = module.__dict__.get(ATTRIBUTE)
-    if site is not None and site.state is not None:
-        raise ReplayError(
-            f"{router.name} already belongs to a RouterReplay: use that one, or call its detach() before making another"
-        )
-    if site is not None:
-        site.router, site.column, site.state = router, column, state
-        return
-    previous = module.__dict__.get(router.method)
-    setattr(module, ATTRIBUTE, Site(router, column, state, previous))
-    wrapper = _forward if router.method == "forward" else _route_tokens_to_experts
-    setattr(module, router.method, types.MethodType(wrapper, module))
-
-
-def uninstall(router: FoundRouter) -> None:
-    """Leave the router as it was found."""
-    module = router.module
-    site = module.__dict__.pop(ATTRIBUTE, None)
-    if site is None:
-        return
-    module.__dict__.pop(router.method, None)
-    if site.previous is not None:
-        setattr(module, router.method, site.previous)
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _call(self, type(self).forward, args, kwargs)
-
-
-def _route_tokens_to_experts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _call(self, type(self).route_tokens_to_experts, args, kwargs)
-
-
-def _original(site: Site, function: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return function(module, *args, **kwargs) if site.previous is None else site.previous(*args, **kwargs)
-
-
-def _call(module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-    site: Site = module.__dict__[ATTRIBUTE]
-    if site.state is None:
-        return _original(site, function, module, args, kwargs)
-    plan = site.plan_now()
-    recording = site.state.recording
-    first_time = torch.compiler.is_compiling() or not in_backward()  # a recompute is neither recorded nor counted
-    if plan is None and (recording is None or not first_time):
-        return _original(site, function, module, args, kwargs)
-    router = site.router
-    assert router is not None
-    ids_TK = None if plan is None else plan.column(site.column)
-    live_T1 = None if plan is None else plan.live_T1
-    compare = first_time and plan is not None and plan.agree_L is not None
-    live_TK = None
-    if compare and router.choice is Choice.GROUPED:
-        live_TK = _live_choice(site, router, function, module, args, kwargs)
-    selection = ALL_SELECTIONS[router.choice](router, ids_TK, live_T1, compare and live_TK is None)
-    with selection:
-        out = _original(site, function, module, args, kwargs)
-    if selection.chosen is None:
-        if not first_time:
-            raise ReplayError(f"layer {router.layer} chose no experts in a recompute: its routes were not used")
-    elif first_time:  # a pass that leaves `used` unset ends with an error that names the layer
-        site.used = True
-        if recording is not None:
-            recording.add(site.column, selection.chosen)
-        if compare:
-            _count_agreement(plan, site.column, ids_TK, selection.live_choice if live_TK is None else live_TK)
-    return out
-
-
-def _live_choice(site: Site, router: FoundRouter, function: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call the router once more, live: grouped routers draw no numbers and change nothing in place."""
-    selection = ALL_SELECTIONS[router.choice](router, None, None, False)
-    with torch.no_grad(), selection:
-        _original(site, function, module, args, kwargs)
-    return selection.chosen
-
-
-def _count_agreement(plan: Plan | None, column: int, ids_TK: Tensor | None, live_TK: Tensor | None) -> None:
-    """Add to the layer's count on the device; nothing is read back until somebody asks for the stats."""
-    assert plan is not None
-    assert plan.agree_L is not None
-    assert ids_TK is not None
-    assert live_TK is not None
-    same_T = (ids_TK.unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
-    if plan.live_T1 is not None:
-        same_T = same_T & ~plan.live_T1.reshape(-1)
-    plan.agree_L[column] += same_T.sum()

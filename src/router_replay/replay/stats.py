@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from router_replay.replay.state import Plan
@@ -51,10 +53,15 @@ class Counters:
         self.agree_L: Any = None
         self.open: list[Plan] = []
 
-    def close(self, plan: Plan) -> None:
-        """The plan's block is over: keep its sums, let its routes go."""
-        self.open.remove(plan)
-        self.sums, self.agree_L = _add(self.sums, self.agree_L, plan)
+    @contextlib.contextmanager
+    def counting(self, plan: Plan) -> Iterator[None]:
+        """Count a plan while its block is open. Afterwards keep its sums and let its routes go."""
+        self.open.append(plan)
+        try:
+            yield
+        finally:
+            self.open.remove(plan)
+            self.sums, self.agree_L = _add(self.sums, self.agree_L, plan)
 
     def read(self) -> Stats:
         sums, agree_L = self.sums, self.agree_L

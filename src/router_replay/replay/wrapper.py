@@ -1,0 +1,75 @@
+"""Wrapper: a callable that stands in for one method of one module, and leaves no trace in copies of the module.
+
+It lies in the module's own `__dict__`, where it hides the method of the class. A deepcopy or a pickle of the module
+(torch.save, mp.spawn) holds the plain method instead, so the copy routes live and loads without this package.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from router_replay.errors import ReplayError
+
+
+class Wrapper:
+    """Stands in for `module.method`. A subclass implements `__call__` and calls `self.original`."""
+
+    def __init__(self, name: str, module: nn.Module, method: str = "forward") -> None:
+        self.name = name
+        self.module = module
+        self.method = method
+        self.previous: Any = None  # a callable that somebody else put on the instance before us
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def install(self) -> None:
+        self.refuse_second()
+        self.previous = self.module.__dict__.get(self.method)
+        setattr(self.module, self.method, self)
+
+    def uninstall(self) -> None:
+        del self.module.__dict__[self.method]
+        if self.previous is not None:
+            setattr(self.module, self.method, self.previous)
+
+    def refuse_second(self) -> None:
+        """A module takes one wrapper: two replayers would each answer for the other's routes."""
+        if isinstance(self.module.__dict__.get(self.method), Wrapper):
+            raise ReplayError(f"{self.name} already belongs to a RouterReplay: use it, or call its detach() first")
+
+    def refuse_covered(self) -> None:
+        """Taking this wrapper out from under another one would lose that other one."""
+        now = self.module.__dict__.get(self.method)
+        if now is not self:
+            raise ReplayError(
+                f"{self.name}.{self.method} was replaced after RouterReplay was made (now {now!r:.80}): undo that first"
+            )
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module would do without this wrapper. The class is asked each time: FSDP2 changes it."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For inspect.signature: transformers reads the argument names of `forward`."""
+        return self._plain(self.module) if self.previous is None else self.previous
+
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        return types.MethodType(getattr(type(module), self.method), module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.previous is not None:
+            return copy.deepcopy(self.previous, memo)
+        return self._plain(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        # While the copy is loaded its own __dict__ is still empty, so getattr finds the method of its class.
+        return (copy.copy, (self.previous,)) if self.previous is not None else (getattr, (self.module, self.method))
