@@ -118,7 +118,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_joins(
     bad = Request((VOCABULARY,), GREEDY)
     posted: list[object] = []
     monkeypatch.setattr(engine, "_post", posted.append)
-    with pytest.raises(EngineError, match=rf"{bad.id}: token ids must lie in"):
+    with pytest.raises(EngineError, match=rf"{bad.id}: the prompt: token ids must lie in"):
         engine.generate([Request(prompt(), GREEDY), bad])
     assert not posted
 
@@ -126,7 +126,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_joins(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request((5, VOCABULARY)), r"token ids must lie in \[0, 128\), got 5 to 128"),
+        (Request((5, VOCABULARY)), r"token ids must lie in \[0, 128\), got 128 at position 1"),
         (Request((5,), Sampling(temperature=-1.0)), "temperature must be at least 0"),
         (Request((5,), Sampling(top_p=0.0)), "top_p must lie in"),
     ],

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.engines import checks
+from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
 from router_replay.errors import EngineError, RouterReplayError
 
 T = TypeVar("T")
@@ -25,8 +26,9 @@ class LoopEngine(Engine):
     """What stands behind the connection, in errors."""
 
     def __init__(self, version: int) -> None:
-        self.version = version
+        self.version = checks.version(version)
         self._closed = False
+        self._tasks: dict[str, asyncio.Task[Any] | None] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
         self._thread.start()
@@ -54,21 +56,22 @@ class LoopEngine(Engine):
 
     async def submit(self, request: Request) -> list[Completion]:
         self._refuse_closed()
-        request.check(self.spec, self.capabilities)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
+        request = request.check(self.spec, self.capabilities, self.vocabulary)
+        self._refuse(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        wanted = None if request_ids is None else set(request_ids)
-        return self._wait(self._abort(wanted))
+        names = checks.request_ids(request_ids)
+        return self._wait(self._abort(None if names is None else set(names)))
 
     def pause(self, in_flight: InFlight = "keep") -> None:
-        self._wait(self._pause(in_flight))
+        self._wait(self._pause(check_in_flight(in_flight)))
 
     def resume(self) -> None:
         self._wait(self._resume())
 
     def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
-        self._wait(self._update(str(source), version, in_flight))
+        self._wait(self._update(checks.folder(source), checks.version(version), check_in_flight(in_flight)))
 
     def close(self) -> None:
         if self._closed:
@@ -79,7 +82,22 @@ class LoopEngine(Engine):
         finally:
             self._stop_loop()
 
+    def _refuse(self, request: Request) -> None:
+        """What this engine alone cannot do; the request is checked otherwise."""
+
     # -- the loop -------------------------------------------------------------------------------
+
+    async def _alone(self, request: Request) -> list[Completion]:
+        """Two requests of one name could not be told apart, by an abort or by who reads their completions."""
+        other = self._tasks.get(request.id)
+        if other is not None and not other.cancelling():
+            raise EngineError(f"{request.id}: a request of this id is in flight; give each an id of its own")
+        task = self._tasks[request.id] = asyncio.current_task()
+        try:
+            return await self._fly(request)
+        finally:
+            if self._tasks.get(request.id) is task:
+                del self._tasks[request.id]
 
     def _fail(self, request: Request, done: asyncio.Future[list[Completion]], error: BaseException) -> BaseException:
         """What the caller of a request is told that failed; `done` tells it to an abort that waits for the same.
