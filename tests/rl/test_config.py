@@ -154,13 +154,14 @@ scalars = text | st.booleans() | st.integers() | st.floats(allow_nan=False)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6
 )
+urls = st.sampled_from(["", "http://here", "https://[::1]:8000/é'"])
 positive = st.floats(min_value=1e-300, max_value=1e300)
 changes = st.fixed_dictionaries(
     {},
     optional={
         "replay": st.sampled_from(["off", "r2", "r3"]),
         "output": text.filter(lambda name: "\0" not in name),
-        "engine": st.fixed_dictionaries({"url": text, "arguments": st.dictionaries(text, values, max_size=3)}),
+        "engine": st.fixed_dictionaries({"url": urls, "arguments": st.dictionaries(text, values, max_size=3)}),
         "loss": st.fixed_dictionaries(
             {"kind": st.sampled_from(["grpo", "dr_grpo", "gspo"])},
             optional={"normalise": st.sampled_from(["token", "sequence"]), "clip_low": positive},

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from router_replay.config import TEXT_FIELDS
 from router_replay.errors import EngineError
 
 TOKEN_LIMIT = 1 << 31  # no vocabulary is larger; engines keep token ids in int32 or int64
@@ -96,8 +97,8 @@ def folder(source: Any) -> str:
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
     """The number of token ids of a model config, also of its text part; None where it does not say."""
-    parts = [config, *(config.get(name) for name in ("text_config", "llm_config", "language_config"))]
-    sizes = [part.get("vocab_size") for part in parts if isinstance(part, Mapping)]
+    sizes = [config.get("vocab_size")]
+    sizes += [vocabulary_of(config[name]) for name in TEXT_FIELDS if isinstance(config.get(name), Mapping)]
     return max((size for size in sizes if type(size) is int and size > 0), default=None)
 
 

@@ -137,11 +137,16 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
             versions=True,
             why_not=printable(report.reason) or ("" if report.captures else _NO_CAPTURE),
         )
-        found = RouterSpec.from_config(config)
+        try:
+            found = RouterSpec.from_config(config)
+            tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
+            stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
+        except Exception as error:  # whatever a server may put there
+            raise EngineError(
+                f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if spec is not None and spec != found:
             raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
-        stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-        tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
         return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
     if status == 404:
         reason = (
@@ -163,7 +168,8 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
 
 def _settings(text: str, place: str) -> dict[str, Any]:
     """A config in the plugin's report. json writes NaN and Infinity, so this is not read by msgspec."""
-    config = parsed(text, place) or {}
+    config = parsed(text, place)
+    config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
         raise EngineError(f"{place}: the model's config is not a JSON object: {printable(text[:200])}")
     return config
