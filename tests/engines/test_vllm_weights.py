@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from router_replay.engines import Completion, Request
-from router_replay.engines.vllm_http import VllmHttpEngine
 from router_replay.engines.shared_memory import PREFIX, SHARED_MEMORY, sweep
+from router_replay.engines.vllm_http import VllmHttpEngine
 from router_replay.engines.vllm_plugin.sources import open_source
 from router_replay.engines.vllm_plugin.weights import WeightLoader
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share

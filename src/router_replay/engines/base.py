@@ -138,9 +138,7 @@ class Completion:
     finish_reason: FinishReason
     versions: np.ndarray
 
-    def check(
-        self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None
-    ) -> Completion:
+    def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
         """Nothing half-received or made up becomes a sample.
 
         Tokens, log-probs, versions and rows must fit each other; tokens must be of the vocabulary, where it is known,
@@ -204,6 +202,12 @@ class Engine(abc.ABC):
     version: int
     vocabulary: int | None = None
     """The number of token ids of its model, where that is known: others are neither sent nor taken."""
+
+    def _checked(self, request: Request) -> Request:
+        """The request in plain values, if this engine's model can take it."""
+        if not isinstance(request, Request):
+            raise EngineError(f"engines take a Request, got {checks.shown(request)}")
+        return request.check(self.spec, self.capabilities, self.vocabulary)
 
     @abc.abstractmethod
     async def submit(self, request: Request) -> list[Completion]:

@@ -154,7 +154,7 @@ class EmbeddedEngine(Engine):
     # -- from any thread ------------------------------------------------------------------------
 
     def _checked(self, request: Request) -> Request:
-        request = request.check(self.spec, self.capabilities, self.vocabulary)
+        request = super()._checked(request)
         tokens = len(request.token_ids)
         if tokens >= self._max_length:
             raise EngineError(f"{request.id}: a prompt of {tokens} tokens leaves no room in {self._max_length}")

@@ -119,8 +119,8 @@ class Http:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise EngineError(
-                f"{place} sent a body with Content-Encoding {printable(encoding)!r}, and none was asked for: compressed "
-                "bodies are not taken. Switch compression off in the server, or in the proxy before it"
+                f"{place} sent a body with Content-Encoding {printable(encoding)!r}, which was not asked for: "
+                "compressed bodies are not taken. Switch compression off in the server, or in the proxy before it"
             )
         parts = bytearray()
         async for chunk in response.content.iter_chunked(CHUNK):

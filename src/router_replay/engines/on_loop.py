@@ -56,7 +56,7 @@ class LoopEngine(Engine):
 
     async def submit(self, request: Request) -> list[Completion]:
         self._refuse_closed()
-        request = request.check(self.spec, self.capabilities, self.vocabulary)
+        request = self._checked(request)
         self._refuse(request)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 

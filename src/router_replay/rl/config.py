@@ -308,6 +308,8 @@ def _problem(detail: dict[str, Any]) -> str:
         came = toml_text.write_value(detail["input"], "")
     except ConfigError:
         came = str(detail["input"])
+    if "@" in came:
+        came = "a value that is not shown here, since it may hold a password"
     came = came if len(came) <= 80 else came[:77] + "..."
     return f"{'.'.join(location)}: expected {expected}, got {came}"
 
