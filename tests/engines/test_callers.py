@@ -49,8 +49,6 @@ def test_numbers_of_numpy_are_sent_as_numbers(engine: Engine, kind: Kind, stub: 
 def test_two_requests_of_one_id_are_not_in_flight_together(engine: Engine, kind: Kind, stub: Stub) -> None:
     """But a request whose caller gave up does not bar the next."""
     request = Request(PROMPT, Sampling(max_tokens=3), id="twin")
-    with pytest.raises(EngineError, match="twin: a request of this id is in flight"):
-        engine.generate([request, request])
     stub.answers[kind.generates_by] = Reply(kind.answer(), seconds=10)
 
     async def work() -> list[Completion]:
@@ -58,6 +56,8 @@ def test_two_requests_of_one_id_are_not_in_flight_together(engine: Engine, kind:
         given_up = asyncio.create_task(engine.submit(request))
         while len(stub.bodies(kind.generates_by)) == asked:
             await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="twin: a request of this id is in flight"):
+            await engine.submit(request)
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
