@@ -251,6 +251,15 @@ def test_an_error_of_the_server_is_told_in_its_words_however_it_is_packed(
     refused(engine, kind, stub, Reply({"error": "who are you"}, 401), r"answered 401: who are you\. Is api_key=")
 
 
+def test_the_words_of_a_server_do_not_fill_the_screen(engine: Engine, kind: Kind, stub: Stub) -> None:
+    answer = json.dumps(kind.answer()).replace('"length"', json.dumps("\x1b]0;" + "x" * 500_000)).encode()
+    stub.answers[kind.generates_by] = Reply(answer)
+    with pytest.raises(EngineError, match="finish_reason") as caught:
+        one(engine)
+    assert len(str(caught.value)) < 5000
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("value", [-1, VOCABULARY, 1 << 31, 1 << 64, 10**400, 1.0, True, "5", None])
 def test_tokens_that_are_not_of_the_vocabulary_are_refused(engine: Engine, kind: Kind, stub: Stub, value: Any) -> None:
     answer = kind.answer()

@@ -20,7 +20,7 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.engines.base import Capabilities, Completion, FinishReason, InFlight, Request
-from router_replay.engines.http import Http, TokenId, answer_limit, decoded, printable, refusal
+from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine, nothing_generated
 from router_replay.engines.prefill_decode import check_server
 from router_replay.errors import EngineError, RouterReplayError
@@ -72,7 +72,7 @@ class DynamoEngine(HttpEngine):
         try:
             served = [model["id"] for model in listed["data"]]
         except (KeyError, TypeError) as error:
-            came = printable(str(listed)[:200])
+            came = str(listed)[:200]
             raise EngineError(f"{self._http.url}/v1/models answered {came}. Is this Dynamo?") from error
         if self._model is None and len(served) == 1:
             self._model = served[0]
@@ -148,7 +148,7 @@ class DynamoEngine(HttpEngine):
         answers = await asyncio.gather(*calls)
         for worker, answer in zip(self._workers, answers, strict=True):
             if not isinstance(answer, dict) or answer.get("status") != "ok":
-                came = printable(str(answer)[:300])
+                came = str(answer)[:300]
                 raise EngineError(f"{worker.url}/engine/{route} answered {came}, expected status 'ok'")
 
     async def _close(self) -> None:

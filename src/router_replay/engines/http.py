@@ -102,7 +102,7 @@ class Http:
                 if last or not repeat:
                     raise EngineError(
                         f"the connection to {self.url}{path} broke before the answer was whole "
-                        f"({type(error).__name__}: {printable(str(error))}); nothing of it was used"
+                        f"({type(error).__name__}: {error}); nothing of it was used"
                     ) from error
             await asyncio.sleep(pause)
             pause *= 2
@@ -119,7 +119,7 @@ class Http:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise EngineError(
-                f"{place} sent a body with Content-Encoding {printable(encoding)!r}, which was not asked for: "
+                f"{place} sent a body with Content-Encoding {encoding!r}, which was not asked for: "
                 "compressed bodies are not taken. Switch compression off in the server, or in the proxy before it"
             )
         parts = bytearray()
@@ -140,7 +140,7 @@ class Http:
         """The same, of a call whose answer is a JSON object."""
         answer = await self.expect(method, path, body, **options)
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.url}{path}: expected a JSON object, got {printable(str(answer)[:200])}")
+            raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(answer)[:200]}")
         return answer
 
     async def close(self) -> None:
@@ -174,7 +174,7 @@ def checked_url(url: Any) -> str:
     except ValueError:
         good = False
     if not good or not url.isprintable() or " " in url:
-        raise EngineError(f"the URL of a server is http://HOST:PORT or https://HOST:PORT, got {printable(url)!r}")
+        raise EngineError(f"the URL of a server is http://HOST:PORT or https://HOST:PORT, got {url[:200]!r}")
     if parts.query or parts.fragment:
         raise EngineError(
             f"the URL of a server has neither a query nor a fragment: give {parts.scheme}://{parts.netloc}{parts.path}"
@@ -228,19 +228,19 @@ def message_of(answer: bytes) -> str:
         for key in ("error", "message", "detail"):
             if isinstance(value, dict) and value.get(key):
                 value = value[key]
-        return printable(str(value)[:500])
+        return str(value)[:500]
     except (ValueError, RecursionError):
-        return printable(answer[:500].decode("utf-8", "replace"))
+        return answer[:500].decode("utf-8", "replace")
 
 
 def printable(text: str) -> str:
     """A server's words on a terminal: its control characters do nothing there."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def _host(location: str) -> str:
     """Of a redirect; the rest of it may hold secrets."""
     try:
-        return printable(urllib.parse.urlsplit(location).hostname or "another path of the same host")
+        return urllib.parse.urlsplit(location).hostname or "another path of the same host"
     except ValueError:
         return "an address that cannot be read"

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from router_replay.engines import checks
 from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
+from router_replay.engines.http import printable
 from router_replay.errors import EngineError, RouterReplayError
 
+LONGEST_ERROR = 4000  # characters: its words may be a server's
 T = TypeVar("T")
 
 
@@ -110,6 +112,7 @@ class LoopEngine(Engine):
         elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
             cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
             failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
+        failure = _fit_to_print(failure)
         if failure is not error:
             failure.__cause__ = error
         if isinstance(failure, asyncio.CancelledError) and not done.done():
@@ -130,12 +133,15 @@ class LoopEngine(Engine):
                     future.cancel()
                     raise EngineError(f"{self.server} died before it answered; start the engine anew")
             return future.result()
-        except RouterReplayError:
-            raise
+        except RouterReplayError as error:
+            shown = _fit_to_print(error)
+            if shown is error:
+                raise
+            raise shown from error
         except concurrent.futures.CancelledError as error:
             raise EngineError("the engine was closed meanwhile") from error
         except Exception as error:
-            raise EngineError(f"{self.server} failed: {type(error).__name__}: {error}") from error
+            raise _fit_to_print(EngineError(f"{self.server} failed: {type(error).__name__}: {error}")) from error
 
     def _is_dead(self) -> bool:
         """Whether what stands behind the connection is known to be gone, so that waiting is in vain."""
@@ -159,3 +165,13 @@ class LoopEngine(Engine):
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+
+def _fit_to_print(error: BaseException) -> BaseException:
+    """The error itself, or one that does not fill the screen or send commands to a terminal."""
+    if not isinstance(error, RouterReplayError):
+        return error
+    text = printable(str(error))
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    return error if text == str(error) else EngineError(text)

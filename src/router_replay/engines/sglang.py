@@ -74,7 +74,7 @@ class SglangEngine(HttpEngine):
         lacks = [] if captures else [_NO_CAPTURE]
         lacks.append(_NO_FORCING)
         if info.get("version") != TESTED:
-            lacks.append(f"SGLang {info.get('version')} was not tried, {TESTED} was")
+            lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tried, {TESTED} was")
         self.capabilities = Capabilities(captures, False, captures, True, True, "; ".join(lacks))
 
     async def _info(self, path: str, older: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class SglangEngine(HttpEngine):
             raise refusal(f"{self._http.url}{path} (is this SGLang?)", status, answer)
         info = parsed(answer, self._http.url + path)
         if not isinstance(info, dict):
-            came = printable(str(info)[:200])
+            came = str(info)[:200]
             raise EngineError(f"{self._http.url}{path}: expected an object, got {came}. Is this SGLang?")
         return info
 
@@ -148,7 +148,7 @@ class SglangEngine(HttpEngine):
         except EngineError as error:
             self._broken = f"no answer while loading {source}, what the server holds is unknown: {error}"
             raise EngineError(self._broken) from error
-        text = printable(str(answer.get("message", answer)) if isinstance(answer, dict) else str(answer))
+        text = str(answer.get("message", answer)) if isinstance(answer, dict) else str(answer)
         loaded = status == 200 and isinstance(answer, dict) and answer.get("success") is True
         if not loaded and NOT_FLUSHED not in text:
             problem = f"{self._http.url} did not load {source}: {text[:500]}"

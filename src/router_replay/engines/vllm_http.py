@@ -135,7 +135,7 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
             prompt_start=True,
             logprobs=True,
             versions=True,
-            why_not=printable(report.reason) or ("" if report.captures else _NO_CAPTURE),
+            why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
         )
         try:
             found = RouterSpec.from_config(config)
@@ -171,7 +171,7 @@ def _settings(text: str, place: str) -> dict[str, Any]:
     config = parsed(text, place)
     config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
-        raise EngineError(f"{place}: the model's config is not a JSON object: {printable(text[:200])}")
+        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
     return config
 
 
@@ -241,7 +241,7 @@ class _OverHttp(Transport):
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
         if not isinstance(results, list) or not results or not all(isinstance(result, dict) for result in results):
-            raise EngineError(f"expected an object from every worker, got {printable(str(answer)[:200])}")
+            raise EngineError(f"expected an object from every worker, got {str(answer)[:200]}")
         return results
 
     async def reset_prefix_cache(self) -> bool:
