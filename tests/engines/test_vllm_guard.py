@@ -114,18 +114,6 @@ def test_every_route_of_the_real_server_asks_for_the_key(vllm_http_engine: Engin
     assert ask(f"{url}/health", "GET", KEY)[0] == 200
 
 
-def test_a_websocket_of_the_real_server_asks_for_the_key(vllm_http_engine: Engine, servers: Servers) -> None:
-    aiohttp = pytest.importorskip("aiohttp")
-
-    async def connect() -> None:
-        async with aiohttp.ClientSession() as session, session.ws_connect(f"{servers.ours.url}/v1/realtime"):
-            pass
-
-    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-        asyncio.run(connect())
-    assert caught.value.status in (401, 403)
-
-
 def test_a_client_without_the_key_is_told_so_and_one_with_it_does_everything(
     vllm_http_engine: Engine, servers: Servers, checkpoints: Checkpoints
 ) -> None:

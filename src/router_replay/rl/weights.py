@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine
+from router_replay.engines.shared_memory import PREFIX as PREFIX
 from router_replay.engines.shared_memory import SHARED_MEMORY as SHARED_MEMORY
 from router_replay.engines.shared_memory import is_locked as _is_locked  # noqa: F401
 from router_replay.engines.shared_memory import own_prefix
