@@ -27,6 +27,7 @@ TOP_K_FIELDS = (
     "moe_k",
     "top_k_experts",
 )
+MAX_LAYERS = 1 << 16
 DEPTH_FIELDS = ("num_hidden_layers", "num_layers", "n_layers")
 # Where a multimodal config keeps its decoder, tried in this order.
 TEXT_FIELDS = ("text_config", "thinker_config", "llm_config", "language_config")
@@ -165,7 +166,10 @@ def _depth(fields: Mapping[str, Any], rules: Family) -> int:
     for name in ("layers_block_type", "hybrid_override_pattern"):  # nemotron_h derives its depth from either
         if fields.get(name) and not fields.get("num_hidden_layers"):
             return len(fields[name])
-    return _number(fields, (rules.depth,) if rules.depth else DEPTH_FIELDS, "the number of decoder layers")
+    depth = _number(fields, (rules.depth,) if rules.depth else DEPTH_FIELDS, "the number of decoder layers")
+    if depth > MAX_LAYERS:  # a config may come from a server; a list of so many layers would fill the memory
+        raise SpecError(f"this config has {depth} decoder layers, expected at most {MAX_LAYERS}")
+    return depth
 
 
 def _routed_layers(fields: Mapping[str, Any], rules: Family, depth: int, *, known: bool) -> list[int]:

@@ -163,9 +163,12 @@ class Server:
         self.process.wait()
 
 
+KEY = "key-of-our-server"
+
+
 @dataclasses.dataclass
 class Servers:
-    ours: Server  # by router-replay serve, on checkpoint B
+    ours: Server  # by router-replay serve, on checkpoint B, with a key
     plain: Server  # a user's own: development mode, no plugin
 
 
@@ -174,7 +177,7 @@ def servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     folder = tmp_path_factory.mktemp("servers")
-    ours = start_server(checkpoints.b, folder / "ours.log")
+    ours = start_server(checkpoints.b, folder / "ours.log", ROUTER_REPLAY_API_KEY=KEY)
     plain = start_server(checkpoints.a, folder / "plain.log", ROUTER_REPLAY_VLLM="0")
     yield Servers(ours, plain)
     ours.kill()
@@ -219,7 +222,7 @@ def vllm_fresh_b(servers: Servers) -> Completion:
     """What an engine that was started on checkpoint B says: the reference for a swap to B."""
     from router_replay.engines.vllm_http import VllmHttpEngine
 
-    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url)) as engine:
+    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url, api_key=KEY)) as engine:
         return one(engine, Request(prompt(), GREEDY))
 
 
@@ -228,7 +231,7 @@ def vllm_http_engine(servers: Servers, vllm_fresh_b: Completion, checkpoints: Ch
     """Over HTTP, taken from B to A as soon as the reference is known."""
     from router_replay.engines.vllm_http import VllmHttpEngine
 
-    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url)) as engine:
+    with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url, api_key=KEY)) as engine:
         engine.update_weights(checkpoints.a, 0)
         yield engine
 

@@ -7,19 +7,24 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 @dataclasses.dataclass
 class Reply:
-    """`sent` says how much of the body goes out: None is all of it; the announced length stays the whole body's."""
+    """`sent` says how much of the body goes out: None is all of it; the announced length stays the whole body's.
+
+    `stream` gives pieces of a body of unknown length, for as long as the client listens; None is a pause.
+    """
 
     body: Any = dataclasses.field(default_factory=dict)
     status: int = 200
     seconds: float = 0.0
     sent: int | None = None
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    stream: Callable[[], Iterator[bytes | None]] | None = None
 
     @property
     def raw(self) -> bytes:
@@ -35,6 +40,8 @@ class Stub:
     def __init__(self) -> None:
         self.answers: dict[str, Answer | Reply | list[Reply]] = {}
         self.asked: list[tuple[str, Any]] = []
+        self.headers: list[dict[str, str]] = []  # of the same requests
+        self.streamed = 0  # bytes that clients took of streams
         self.url = ""
         self.released = threading.Event()  # lets slow answers end when the test does
 
@@ -58,15 +65,31 @@ def serving() -> Iterator[Stub]:
 
         def do_POST(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            stub.headers.append(dict(self.headers))
             reply = stub.reply(self.path.partition("?")[0], json.loads(raw) if raw else None)
             if reply.seconds:
                 stub.released.wait(reply.seconds)
             self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            if reply.stream is not None:
+                self.close_connection = True
+                self.end_headers()
+                self._stream(reply.stream())
+                return
             self.send_header("Content-Length", str(len(reply.raw)))
             self.end_headers()
             self.wfile.write(reply.raw[: reply.sent])
             if reply.sent is not None:
                 self.close_connection = True
+
+        def _stream(self, pieces: Iterator[bytes | None]) -> None:
+            with suppress(OSError):  # the client has gone
+                for piece in pieces:
+                    if stub.released.wait(0.02 if piece is None else 0):
+                        return
+                    self.wfile.write(piece or b"")
+                    stub.streamed += len(piece or b"")
 
         do_GET = do_POST
 

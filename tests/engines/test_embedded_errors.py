@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from router_replay import RouterReplay
-from router_replay.engines import Engine, Request, Sampling
+from router_replay.engines import Engine, Request, Sampling, embedded_samples
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import EngineError
 from tests.engines import embedded_gate
@@ -118,7 +118,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_joins(
     bad = Request((VOCABULARY,), GREEDY)
     posted: list[object] = []
     monkeypatch.setattr(engine, "_post", posted.append)
-    with pytest.raises(EngineError, match=rf"{bad.id}: token ids must lie in"):
+    with pytest.raises(EngineError, match=rf"{bad.id}: the prompt: token ids must lie in"):
         engine.generate([Request(prompt(), GREEDY), bad])
     assert not posted
 
@@ -126,7 +126,7 @@ def test_a_bad_request_is_refused_before_any_of_its_batch_joins(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request((5, VOCABULARY)), r"token ids must lie in \[0, 128\), got 5 to 128"),
+        (Request((5, VOCABULARY)), r"token ids must lie in \[0, 128\), got 128 at position 1"),
         (Request((5,), Sampling(temperature=-1.0)), "temperature must be at least 0"),
         (Request((5,), Sampling(top_p=0.0)), "top_p must lie in"),
     ],
@@ -140,3 +140,91 @@ def test_models_that_do_not_generate_are_refused() -> None:
     for family in ("switch_transformers", "qwen3_vl_moe"):
         with pytest.raises(EngineError, match="it cannot generate"):
             EmbeddedEngine(make(family).model)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request((5.9, 6.2)),  # type: ignore[arg-type]
+        Request((5, 6), routes_start=1.0),  # type: ignore[arg-type]
+        Request((5, 6), Sampling(max_tokens="3")),  # type: ignore[arg-type]
+        Request((5, 6), Sampling(n=1 << 40)),
+        Request((5, 6), Sampling(seed=-1)),
+        Request((5, 6), Sampling(temperature="hot")),  # type: ignore[arg-type]
+        Request((5, 6), id=["x"]),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_request_costs_nobody_else_anything(engine: EmbeddedEngine, request_: Request) -> None:
+    before = one(engine, Request(prompt(), SEEDED))
+    for _ in range(2):
+        with pytest.raises(EngineError):
+            one(engine, request_)
+    assert same(one(engine, Request(prompt(), SEEDED)), before)
+
+
+def test_a_request_whose_answer_cannot_be_made_fails_alone(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = embedded_samples.Sample.completion
+
+    def fails(sample: Any, spec: Any) -> Any:
+        if sample.flight.request.id == "bad":
+            raise IndexError("no such row")
+        return original(sample, spec)
+
+    monkeypatch.setattr(embedded_samples.Sample, "completion", fails)
+    bad = in_thread(lambda: one(engine, Request(prompt(), SEEDED, id="bad")))
+    good = in_thread(lambda: one(engine, Request(prompt(1), SEEDED)))
+    with pytest.raises(EngineError, match="bad: no answer could be made: IndexError: no such row"):
+        landed(bad)
+    assert landed(good).finish_reason == "length"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), SystemExit("a hook")])
+def test_whatever_ends_the_thread_is_told_to_all_who_wait_and_all_who_come(
+    model_a: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    engine = EmbeddedEngine(model_a)
+    gate = Gate(engine, 2)
+    running = in_thread(lambda: one(engine, Request(prompt(), SEEDED)))
+
+    def fails() -> None:
+        raise error
+
+    def then() -> None:
+        monkeypatch.setattr(engine._schedule, "pass_barriers", fails)
+
+    [_, pausing] = gate.then(then, engine.pause)
+    for waiting in (running, pausing):
+        with pytest.raises(EngineError, match=f"the engine's thread died: {type(error).__name__}: a"):
+            landed(waiting)
+    for call in (lambda: one(engine, Request(prompt())), engine.abort, engine.resume):
+        with pytest.raises(EngineError, match="the engine's thread died"):
+            call()
+    engine.close()
+    RouterReplay(model_a).detach()
+
+
+def test_two_requests_of_one_id_are_not_in_flight_together(engine: EmbeddedEngine) -> None:
+    twin = Request(prompt(), SEEDED, id="twin")
+    with pytest.raises(EngineError, match="twin: a request of this id is in flight"):
+        engine.generate([twin, twin])
+    gate = Gate(engine, 2)
+    running = in_thread(lambda: one(engine, twin))
+    [second] = gate.then(lambda: one(engine, twin))
+    with pytest.raises(EngineError, match="twin: a request of this id is in flight"):
+        landed(second)
+    first = landed(running)
+    assert same(one(engine, twin), first)  # one after the other they are welcome
+
+
+def test_versions_and_choices_that_cannot_be_are_refused(engine: EmbeddedEngine, model_a: Any) -> None:
+    for version in (-1, 1.0, True, "1"):
+        with pytest.raises(EngineError, match="a policy version must"):
+            engine.update_weights(model_a, version)  # type: ignore[arg-type]
+    engine.update_weights(model_a, np.uint64(engine.version))  # type: ignore[arg-type]
+    assert type(engine.version) is int
+    with pytest.raises(EngineError, match="in_flight must be one of"):
+        engine.pause("drop")  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="abort takes a list"):
+        engine.abort("request-1")

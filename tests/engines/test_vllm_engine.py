@@ -14,7 +14,7 @@ import pytest
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm_inprocess import _capabilities
 from router_replay.errors import EngineError
-from tests.engines.conftest import GREEDY, SHAPE, Servers, one, prompt, same
+from tests.engines.conftest import GREEDY, KEY, SHAPE, Servers, one, prompt, same
 from tests.makers import random_routes
 
 
@@ -72,7 +72,8 @@ def test_a_preempted_request_gets_its_rows_again(vllm_http_engine: Engine, serve
 
 
 def preemptions(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+    metrics = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(metrics, timeout=30) as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 

@@ -19,7 +19,7 @@ from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm_http import VllmHttpEngine
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
-from tests.engines.conftest import GREEDY, LONG, Checkpoints, Servers, one, prompt
+from tests.engines.conftest import GREEDY, KEY, LONG, Checkpoints, Servers, one, prompt
 from tests.makers import random_routes
 
 web = pytest.importorskip("aiohttp.web")
@@ -211,7 +211,8 @@ def test_log_probs_of_another_temperature_are_refused(fake: FakeServer) -> None:
 
 
 def post(url: str, body: Any) -> tuple[int, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from router_replay.cli import main
 from router_replay.engines import vllm_serve
 from router_replay.engines.vllm_samples import refuse_version
 from router_replay.engines.vllm_serve import plugin_environment, server_command
@@ -34,6 +36,91 @@ def test_a_list_of_allowed_plugins_gets_ours_too() -> None:
     assert plugin_environment({"VLLM_PLUGINS": "other"})["VLLM_PLUGINS"] == "other,router_replay"
     assert "VLLM_PLUGINS" not in plugin_environment({})
     assert "VLLM_PLUGINS" not in plugin_environment({"VLLM_PLUGINS": "router_replay"})
+
+
+# -- who may reach it ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUTER_REPLAY_API_KEY", "VLLM_API_KEY", "MY_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.30.0")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org", "", "[::]", "127.0.0.1.example.org"])
+@pytest.mark.parametrize("form", [["--host", "{}"], ["--host={}"], ["--hos", "{}"], ["--port", "1", "--host={}"]])
+def test_an_open_address_without_a_key_is_refused(no_keys: None, host: str, form: list[str]) -> None:
+    with pytest.raises(EngineError, match="name it by --api-key-env"):
+        server_command("model", [part.format(host) for part in form])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
+def test_a_loopback_address_needs_no_key(no_keys: None, host: str) -> None:
+    command, _ = server_command("model", ["--host", host])
+    assert command[command.index("--middleware") + 1] == "router_replay.engines.vllm_guard.Guard"
+
+
+def test_the_default_address_is_loopback(no_keys: None) -> None:
+    command, environment = server_command("model")
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert "ROUTER_REPLAY_API_KEY" not in environment
+
+
+@pytest.mark.parametrize("variable", ["MY_KEY", "ROUTER_REPLAY_API_KEY", "VLLM_API_KEY"])
+def test_the_key_reaches_the_server_by_its_environment_alone(
+    no_keys: None, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "hunter2")
+    named = variable if variable == "MY_KEY" else ""
+    command, environment = server_command("model", ["--host", "0.0.0.0"], named)
+    assert environment["ROUTER_REPLAY_API_KEY"] == "hunter2"
+    assert "VLLM_API_KEY" not in environment  # which vLLM would ask for besides, on some routes
+    assert not any("hunter2" in part for part in command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--api-key", "hunter2"], "list of processes"),
+        (["--api-key=hunter2"], "list of processes"),
+        (["--api_key", "hunter2"], "list of processes"),
+        (["--grpc"], "gRPC would go past it"),
+    ],
+)
+def test_what_would_go_past_the_guard_is_refused(no_keys: None, arguments: list[str], reason: str) -> None:
+    with pytest.raises(EngineError, match=reason) as caught:
+        server_command("model", arguments)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_key_that_is_not_there_or_cannot_be_sent(no_keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="--api-key-env MY_KEY: this environment variable is not set"):
+        server_command("model", [], "MY_KEY")
+    monkeypatch.setenv("MY_KEY", "hunter2 hunter2")
+    with pytest.raises(EngineError, match="must not hold a space") as caught:
+        server_command("model", [], "MY_KEY")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_command_line_of_serve(
+    no_keys: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's --api-key is not taken for a beginning of our --api-key-env: its value would be shown as a name."""
+    seen: list[Any] = []
+    monkeypatch.setattr(vllm_serve.subprocess, "run", lambda *given, **more: seen.append((given, more)) or Done())
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    assert main(["serve", "model", "--host", "0.0.0.0", "--api-key-env", "MY_KEY"]) == 0
+    [(_, more)] = seen
+    assert more["env"]["ROUTER_REPLAY_API_KEY"] == "hunter2"
+    assert main(["serve", "model", "--api-key", "hunter2"]) == 1
+    assert main(["serve", "model", "--host", "0.0.0.0"]) == 1
+    assert "hunter2" not in "".join(capsys.readouterr())
+    assert len(seen) == 1
+
+
+class Done:
+    returncode = 0
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.32.0+cpu", "1.0"])

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import types
 import urllib.error
 import urllib.request
@@ -21,12 +24,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from router_replay.engines import Completion, Request
+from router_replay.engines.shared_memory import PREFIX, SHARED_MEMORY, sweep
 from router_replay.engines.vllm_http import VllmHttpEngine
-from router_replay.engines.vllm_plugin.sources import SHARED_MEMORY, open_source
+from router_replay.engines.vllm_plugin.sources import open_source
 from router_replay.engines.vllm_plugin.weights import WeightLoader
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
-from tests.engines.conftest import GREEDY, Checkpoints, Servers, one, prompt, same
+from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt, same
 
 State = dict[str, torch.Tensor]
 
@@ -81,8 +85,73 @@ def test_more_shared_memory_than_there_is_is_an_error_and_leaves_nothing() -> No
     assert segments() == before
 
 
+def test_tensors_that_cannot_be_written_leave_nothing() -> None:
+    before = segments()
+    with pytest.raises(NotImplementedError) as caught:
+        share({"a": torch.empty(4, device="meta")})
+    assert segments() == before  # also while somebody looks at the error, which holds the object
+    del caught
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), OverflowError("no"), KeyboardInterrupt()])
+def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    before = everything()
+    monkeypatch.setattr("router_replay.engines.vllm_weights.mmap.mmap", fails)
+    with pytest.raises(type(error)):
+        SharedWeights({"a": torch.zeros(3)})
+    assert everything() == before
+
+
+def test_what_a_killed_process_left_goes_when_others_share() -> None:
+    """Not only in a training run of ours: a user's trainer calls share alone."""
+    code = (
+        "import os, torch; from router_replay.engines.vllm_weights import share; "
+        "weights = share({'a': torch.zeros(3)}); print(weights.name, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    left = SHARED_MEMORY / killed.stdout.strip()
+    assert left.is_file()
+    with share({"a": torch.zeros(3)}) as mine:
+        assert not left.exists()
+        with share({"a": torch.zeros(3)}):
+            assert (SHARED_MEMORY / mine.name).exists()
+
+
+def test_a_fork_that_ends_does_not_take_the_trainers_memory_with_it() -> None:
+    code = (
+        "import gc, os, torch; from router_replay.engines.vllm_weights import share, SHARED_MEMORY\n"
+        "weights = share({'a': torch.zeros(3)}); path = SHARED_MEMORY / weights.name\n"
+        "child = os.fork()\n"
+        "if not child:\n    weights.close(); os._exit(0)\n"
+        "os.waitpid(child, 0); print(path.exists()); weights.close(); print(path.exists())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_sweep_is_not_held_up_or_led_astray_by_what_others_put_there(tmp_path: pathlib.Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / f"{PREFIX}{dead.pid}-link").symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / f"{PREFIX}{dead.pid}-pipe")
+    (tmp_path / f"{PREFIX}{dead.pid}-left").touch()
+    sweep(tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / f"{PREFIX}{dead.pid}-left").exists()
+
+
+def everything() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob(f"router-replay*{os.getpid()}*")}
+
+
 def segments() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir() if re.fullmatch(r"router-replay-\d+-[0-9a-f]{32}", path.name)}
+    """Of this process: others may come and go meanwhile."""
+    ours = re.compile(rf"router-replay-{os.getpid()}-[0-9a-f]{{32}}")
+    return {path.name for path in SHARED_MEMORY.iterdir() if ours.fullmatch(path.name)}
 
 
 def test_a_models_tensors_are_those_that_save_pretrained_writes(checkpoints: Checkpoints) -> None:
@@ -167,7 +236,8 @@ class Weights:
     def post(self, route: str, body: object = None) -> str:
         """What the server says of an error; empty where all is well."""
         data = json.dumps(body or {}).encode()
-        call = urllib.request.Request(self.url + route, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        call = urllib.request.Request(self.url + route, data, headers)
         try:
             with urllib.request.urlopen(call, timeout=60):
                 return ""

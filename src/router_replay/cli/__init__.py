@@ -23,8 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect = commands.add_parser("inspect", help="what a file of encoded routes holds")
     inspect.add_argument("file", type=pathlib.Path, help="bytes that router_replay.wire.encode wrote")
     inspect.set_defaults(run=_inspect)
-    serve = commands.add_parser("serve", help="vLLM's own OpenAI server, with capture and forced routing on")
+    serve = commands.add_parser(
+        "serve",
+        help="vLLM's own OpenAI server, with capture and forced routing on",
+        allow_abbrev=False,  # vLLM's --api-key KEY must not be read as --api-key-env
+    )
     serve.add_argument("model", help="a Hugging Face folder; vLLM's own options may follow")
+    serve.add_argument(
+        "--api-key-env",
+        default="",
+        metavar="NAME",
+        help="the environment variable that holds the key which every route asks for (default: ROUTER_REPLAY_API_KEY, "
+        "where it is set); without a key the server listens on loopback addresses only",
+    )
     serve.set_defaults(run=_serve)
     make_model.add(commands)
     train.add(commands)
@@ -59,7 +70,7 @@ def _families(_: argparse.Namespace) -> int:
 def _serve(chosen: argparse.Namespace) -> int:
     from router_replay.engines.vllm_serve import serve
 
-    return serve(chosen.model, chosen.rest)
+    return serve(chosen.model, chosen.rest, chosen.api_key_env)
 
 
 def _inspect(chosen: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.engines.base import Capabilities, Completion, FinishReason, InFlight, Request
-from router_replay.engines.http import Http, message_of
+from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine, nothing_generated
 from router_replay.engines.prefill_decode import check_server
 from router_replay.errors import EngineError, RouterReplayError
@@ -34,6 +34,8 @@ _NO_WORKERS = "no workers= were given, so it can neither hold requests nor load 
 
 class DynamoEngine(HttpEngine):
     """A client of one frontend. `model` is found out where the frontend serves one only.
+
+    `api_key` is sent to the frontend and to the workers; `vocabulary` is the number of token ids, where it is known.
 
     `settings` are the workers' engine arguments, where the caller knows them: those that make rows stale (KV offload,
     a KV connector, context or pipeline parallel, prefill/decode) are refused here, since the frontend does not tell.
@@ -51,22 +53,27 @@ class DynamoEngine(HttpEngine):
         settings: Mapping[str, Any] | None = None,
         version: int = 0,
         timeout: float = 3600.0,
+        api_key: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self.spec = spec
         self._model = model
         self._worker_urls = list(workers)
         self._settings = settings or {}
         self._calls: dict[str, list[asyncio.Task[Completion]]] = {}
-        super().__init__(url, version, timeout)
+        self._workers: list[Http] = []
+        super().__init__(url, version, timeout, api_key, vocabulary)
 
     async def _connect(self) -> None:
-        self._workers = [Http(url, self._timeout, "Dynamo worker") for url in self._worker_urls]
+        for url in self._worker_urls:  # one by one: a bad URL must not leave the others' connections open
+            self._workers.append(Http(url, self._timeout, "Dynamo worker", api_key=self._api_key))
         check_server(self._settings, server=f"the workers of {self._http.url}")
         listed = await self._http.expect("GET", "/v1/models", repeat=True)
         try:
             served = [model["id"] for model in listed["data"]]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._http.url}/v1/models answered {str(listed)[:200]}. Is this Dynamo?") from error
+            came = str(listed)[:200]
+            raise EngineError(f"{self._http.url}/v1/models answered {came}. Is this Dynamo?") from error
         if self._model is None and len(served) == 1:
             self._model = served[0]
         if self._model not in served:
@@ -95,10 +102,11 @@ class DynamoEngine(HttpEngine):
     async def _sample(self, flight: Flight, index: int) -> Completion:
         request = flight.request
         body = completions_body(request, index, str(self._model), flight.version)
-        status, answer = await self._http.request("POST", "/v1/completions", body)
+        limit = answer_limit(request, self.spec, samples=1)
+        status, answer = await self._http.request("POST", "/v1/completions", body, patient=True, limit=limit)
         if status != 200:
-            raise EngineError(f"{request.id}: {self._http.url} answered {status}: {message_of(answer)}")
-        return completion_of(answer, request, index, self.spec, flight.version)
+            raise refusal(f"{request.id}: {self._http.url}", status, answer)
+        return completion_of(answer, request, index, self.spec, flight.version, self.vocabulary)
 
     async def _stop(self, flights: Sequence[Flight]) -> None:
         """Close the connections: the frontend then cancels the request in its worker."""
@@ -136,10 +144,12 @@ class DynamoEngine(HttpEngine):
 
     async def _tell(self, route: str, body: dict[str, Any]) -> None:
         """A worker can answer 200 and say in its JSON that it failed."""
-        answers = await asyncio.gather(*(worker.expect("POST", f"/engine/{route}", body) for worker in self._workers))
+        calls = (worker.expect("POST", f"/engine/{route}", body, patient=True) for worker in self._workers)
+        answers = await asyncio.gather(*calls)
         for worker, answer in zip(self._workers, answers, strict=True):
             if not isinstance(answer, dict) or answer.get("status") != "ok":
-                raise EngineError(f"{worker.url}/engine/{route} answered {str(answer)[:300]}, expected status 'ok'")
+                came = str(answer)[:300]
+                raise EngineError(f"{worker.url}/engine/{route} answered {came}, expected status 'ok'")
 
     async def _close(self) -> None:
         await asyncio.gather(super()._close(), *(worker.close() for worker in self._workers))
@@ -186,7 +196,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Nvext(msgspec.Struct):
-    completion_token_ids: list[int] | None = None
+    completion_token_ids: list[TokenId] | None = None
     routed_experts: dict[str, Any] | str | None = None
 
 
@@ -195,15 +205,16 @@ class _Answer(msgspec.Struct):
     nvext: _Nvext | None = None
 
 
-def completion_of(body: bytes, request: Request, index: int, spec: RouterSpec, version: int) -> Completion:
+def completion_of(
+    body: bytes, request: Request, index: int, spec: RouterSpec, version: int, vocabulary: int | None = None
+) -> Completion:
     """One sample, checked whole."""
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"{request.id}: Dynamo's answer was not understood: {error}") from error
+    answer = decoded(body, _Answer, f"{request.id}: Dynamo's answer")
     if len(answer.choices) != 1:
         raise EngineError(f"{request.id}: asked for one choice, got {len(answer.choices)}; nvext holds the rows of one")
     [choice], nvext, prompt = answer.choices, answer.nvext or _Nvext(), len(request.token_ids)
+    if choice.index != 0:
+        raise EngineError(f"{request.id}: asked for one choice, and its index is {choice.index}, expected 0")
     if choice.finish_reason not in _FINISH:
         raise EngineError(f"{request.id}: Dynamo ended with finish_reason {choice.finish_reason!r}")
     if nvext.completion_token_ids is None:
@@ -226,7 +237,7 @@ def completion_of(body: bytes, request: Request, index: int, spec: RouterSpec, v
         start=start,
         finish_reason=_FINISH[choice.finish_reason],
         versions=np.full(len(tokens), version, np.int64),
-    ).check(prompt)
+    ).check(prompt, vocabulary, request.sampling.max_tokens)
 
 
 def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, request: Request) -> tuple[Routes, int]:

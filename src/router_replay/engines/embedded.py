@@ -12,26 +12,28 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request
+from router_replay.engines import checks
+from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request, check_in_flight
 from router_replay.engines.embedded_cache import why_one_at_a_time
 from router_replay.engines.embedded_runner import Runner
 from router_replay.engines.embedded_samples import Flight
-from router_replay.engines.embedded_sampling import refuse_sampling
 from router_replay.engines.embedded_schedule import Barrier, Schedule
 from router_replay.engines.embedded_weights import Source, copy_in_place, refuse_folder, stage
 from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
 
 Future = concurrent.futures.Future
+logger = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(Engine):
@@ -53,9 +55,11 @@ class EmbeddedEngine(Engine):
         eos_token_id: int | Sequence[int] | None = None,
         **load_arguments: Any,
     ) -> None:
-        if max_batch < 1 or max_prefill_tokens < 1:
-            raise EngineError(f"max_batch={max_batch} and max_prefill_tokens={max_prefill_tokens} must be at least 1")
-        _refuse_version(version)
+        max_batch = checks.integer(max_batch, "max_batch", 1, checks.TOKEN_LIMIT)
+        max_prefill_tokens = checks.integer(max_prefill_tokens, "max_prefill_tokens", 1, checks.TOKEN_LIMIT)
+        if max_length is not None:
+            max_length = checks.integer(max_length, "max_length", 1, checks.TOKEN_LIMIT)
+        version = checks.version(version)
         if isinstance(model, str | os.PathLike):
             model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
         elif load_arguments:
@@ -66,7 +70,7 @@ class EmbeddedEngine(Engine):
         why = f"samples are generated one at a time: {why}" if why else ""
         text = model.config.get_text_config(decoder=True)
         self._max_length: int = max_length or getattr(text, "max_position_embeddings", None) or 1 << 62
-        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._end_of_sequence = _end_of_sequence(model) if eos_token_id is None else _ids(eos_token_id)
         self._model = model.eval()
         self._replayer = RouterReplay(model)
@@ -88,8 +92,7 @@ class EmbeddedEngine(Engine):
         return self._schedule.version
 
     async def submit(self, request: Request) -> list[Completion]:
-        self._refuse(request)
-        flight = Flight(request, self._end_of_sequence, self._max_length)
+        flight = Flight(self._checked(request), self._end_of_sequence, self._max_length)
         joined = self._post(lambda: self._schedule.join(flight))
         try:
             await asyncio.wrap_future(joined)
@@ -104,10 +107,8 @@ class EmbeddedEngine(Engine):
         The requests join together, so which of them share a pass, and with it every bit of the result, depends on
         them alone and not on the timing of threads. A bad one is refused before any joins.
         """
-        requests = list(requests)
-        for request in requests:
-            self._refuse(request)
-        flights = [Flight(request, self._end_of_sequence, self._max_length) for request in requests]
+        checked = [self._checked(request) for request in requests]
+        flights = [Flight(request, self._end_of_sequence, self._max_length) for request in checked]
         joined = self._post(lambda: self._schedule.join(*flights))
         try:
             joined.result()
@@ -120,7 +121,7 @@ class EmbeddedEngine(Engine):
         return [completion for future in futures for completion in future.result()]
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        wanted = None if request_ids is None else list(request_ids)
+        wanted = checks.request_ids(request_ids)
         return self._post(lambda: self._schedule.abort(wanted)).result()
 
     def pause(self, in_flight: InFlight = "keep") -> None:
@@ -136,7 +137,7 @@ class EmbeddedEngine(Engine):
         key-value cache, which is of the old weights; the versions of their tokens and rows say so.
         """
         refuse_folder(source)
-        _refuse_version(version)
+        version = checks.version(version)
         staged: dict[str, Any] = {}
         self._when_settled(
             in_flight,
@@ -152,15 +153,12 @@ class EmbeddedEngine(Engine):
 
     # -- from any thread ------------------------------------------------------------------------
 
-    def _refuse(self, request: Request) -> None:
-        request.check(self.spec, self.capabilities)
-        refuse_sampling(request)
+    def _checked(self, request: Request) -> Request:
+        request = super()._checked(request)
         tokens = len(request.token_ids)
         if tokens >= self._max_length:
             raise EngineError(f"{request.id}: a prompt of {tokens} tokens leaves no room in {self._max_length}")
-        lowest, highest = min(request.token_ids), max(request.token_ids)
-        if lowest < 0 or highest >= self._vocabulary:
-            raise EngineError(f"{request.id}: token ids must lie in [0, {self._vocabulary}), got {lowest} to {highest}")
+        return request
 
     def _give_up(self, flights: Sequence[Flight]) -> None:
         """Nobody waits for these any more: free their places."""
@@ -181,9 +179,7 @@ class EmbeddedEngine(Engine):
     def _when_settled(
         self, in_flight: InFlight, act: Callable[[], None], prepare: Callable[[], None] = lambda: None
     ) -> None:
-        if in_flight not in get_args(InFlight):
-            raise EngineError(f"in_flight must be one of {get_args(InFlight)}, got {in_flight!r}")
-        barrier = Barrier(in_flight, prepare, act, Future())
+        barrier = Barrier(check_in_flight(in_flight), prepare, act, Future())
         self._post(lambda: self._schedule.add(barrier)).result()
         barrier.future.result()
 
@@ -196,8 +192,8 @@ class EmbeddedEngine(Engine):
                     self._schedule.pass_barriers()
                     self._schedule.advance()
         except BaseException as error:
-            self._end = f"the engine's thread died: {type(error).__name__}: {error}"
-            raise
+            self._end = f"the engine's thread died: {type(error).__name__}: {error}; start a new engine"
+            logger.exception("the thread of the embedded engine died; whoever waits for it is told")
         finally:
             self._shut_down()
 
@@ -214,7 +210,7 @@ class EmbeddedEngine(Engine):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(command())
-                except Exception as error:
+                except BaseException as error:  # whatever it is, its caller is the one to know
                     future.set_exception(error)
         return True
 
@@ -235,16 +231,13 @@ class EmbeddedEngine(Engine):
         with self._wake:
             self._closing = True
             left = [future for _, future in self._commands]
-        self._schedule.end(self._end)
         for future in left:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
                 future.set_exception(EngineError(self._end))
-        self._replayer.detach()
-
-
-def _refuse_version(version: Any) -> None:
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise EngineError(f"a policy version is an integer from 0 on, got {version!r}")
+        try:
+            self._schedule.end(self._end)
+        finally:
+            self._replayer.detach()
 
 
 def _end_of_sequence(model: Any) -> frozenset[int]:
@@ -256,4 +249,4 @@ def _end_of_sequence(model: Any) -> frozenset[int]:
 
 
 def _ids(tokens: int | Sequence[int]) -> frozenset[int]:
-    return frozenset([tokens] if isinstance(tokens, int) else tokens)
+    return frozenset(checks.tokens([tokens] if isinstance(tokens, int) else tokens, "eos_token_id"))

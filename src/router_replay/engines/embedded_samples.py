@@ -15,6 +15,7 @@ from collections.abc import Collection
 import numpy as np
 
 from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
@@ -27,7 +28,7 @@ class Flight:
     def __init__(self, request: Request, end_of_sequence: Collection[int], max_length: int) -> None:
         sampling = request.sampling
         self.request = request
-        self.tokens = [int(token) for token in request.token_ids]
+        self.tokens = list(request.token_ids)  # checked: plain integers
         self.stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else end_of_sequence)}
         self.max_tokens = min(sampling.max_tokens, max_length - len(self.tokens))
         self.future: concurrent.futures.Future[list[Completion]] = concurrent.futures.Future()
@@ -40,9 +41,18 @@ class Flight:
             self.future.set_exception(error)
 
     def land(self, spec: RouterSpec) -> list[Completion]:
-        """Answer with what there is; a sample that was not through is aborted."""
-        completions = [sample.completion(spec) for sample in self.samples]
+        """Answer with what there is; a sample that was not through is aborted.
+
+        Where no answer can be made of it, that is the error of this request, and nobody else's.
+        """
         self.landed = True
+        try:
+            completions = [sample.completion(spec) for sample in self.samples]
+        except Exception as error:
+            failure = EngineError(f"{self.request.id}: no answer could be made: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
+            return []
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result(completions)
         return completions

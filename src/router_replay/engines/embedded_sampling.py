@@ -13,17 +13,7 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.base import Request, Sampling
-from router_replay.errors import EngineError
-
-
-def refuse_sampling(request: Request) -> None:
-    sampling = request.sampling
-    if not 0 <= sampling.temperature < float("inf") or not 0 < sampling.top_p <= 1:
-        raise EngineError(
-            f"{request.id}: temperature must be at least 0 and top_p must lie in (0, 1], "
-            f"got {sampling.temperature} and {sampling.top_p}"
-        )
+from router_replay.engines.base import Sampling
 
 
 def draw(logits_BV: Any, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[Any, Any, Any]:

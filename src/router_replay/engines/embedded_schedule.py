@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -55,6 +56,10 @@ class Schedule:
     def join(self, *flights: Flight) -> None:
         if self.broken:
             raise EngineError(self.broken)
+        names = [flight.request.id for flight in self._flights if not flight.future.cancelled()]
+        for name, count in collections.Counter([*names, *(flight.request.id for flight in flights)]).items():
+            if count > 1:
+                raise EngineError(f"{name}: a request of this id is in flight; give each an id of its own")
         for flight in flights:
             self._flights[flight] = None
             self._waiting += flight.samples
@@ -78,9 +83,11 @@ class Schedule:
 
     def end(self, reason: str) -> None:
         """Nothing goes on: everybody who waits is told why."""
-        self.fail_all(reason)
+        for flight in self._flights:
+            flight.fail(EngineError(f"{flight.request.id}: {reason}"))
         for barrier in self._barriers:
-            barrier.future.set_exception(EngineError(reason))
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it passed, and the thread died after
+                barrier.future.set_exception(EngineError(reason))
 
     def fail_all(self, reason: str) -> None:
         for flight in self._flights:

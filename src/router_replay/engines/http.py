@@ -1,52 +1,91 @@
-"""Careful HTTP for engines behind a URL.
+"""Careful HTTP for engines behind a URL. What stands behind it is not trusted.
 
 `Http` repeats what is safe to repeat, a bounded number of times with growing pauses: connecting, a request that the
 server turned away unread (429, 503), and any call that changes nothing. Whatever else goes wrong is an EngineError,
 and what was half received is dropped.
+
+Every answer has a limit of bytes and of seconds. Redirects are not followed and compressed bodies are not taken: the
+first would hand prompts to another host, the second can grow without measure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import urllib.parse
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+import msgspec
+
+from router_replay.engines import checks
+from router_replay.engines.base import Request
 from router_replay.errors import EngineError
+from router_replay.spec import RouterSpec
 
 ATTEMPTS = 5
 FIRST_PAUSE = 0.1  # seconds; doubles with each attempt
 TURNED_AWAY = (429, 503)
+CONTROL_SECONDS = 30.0  # for calls that a server answers at once; the caller's timeout= where that is less
+CONTROL_LIMIT = 4 << 20  # bytes of an answer that holds settings or a status
+CHUNK = 1 << 16
+
+T = TypeVar("T")
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=checks.TOKEN_LIMIT)]
+"""In answers: what cannot be one is refused with its place."""
 
 
 class Http:
-    """Requests to one server. Made and used on one event loop."""
+    """Requests to one server. Made and used on one event loop.
 
-    def __init__(self, url: str, timeout: float, server: str, advice: str = "Is it running?") -> None:
+    `timeout` is that of the calls that may take long (`patient=True`); all others have CONTROL_SECONDS.
+    """
+
+    def __init__(
+        self, url: str, timeout: float, server: str, advice: str = "Is it running?", *, api_key: str | None = None
+    ) -> None:
         try:
             import aiohttp
         except ImportError as error:
             raise EngineError("an engine behind a URL needs aiohttp: pip install aiohttp") from error
         self._aiohttp = aiohttp
-        self.url = url.rstrip("/")
+        self.url = checked_url(url)
         self._server = server
         self._advice = advice
+        self._timeout = checks.seconds(timeout, "timeout")
         self._session = aiohttp.ClientSession(
             # A connection of its own for each request: one that is used again may have been closed by the server, which
             # cannot be told from a server that died with the request in hand, and that one must not be sent again.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=timeout, connect=30),
+            headers={"Accept-Encoding": "identity", **authorization(api_key)},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         )
 
     async def request(
-        self, method: str, path: str, body: Any = None, *, repeat: bool = False, query: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        repeat: bool = False,
+        query: dict[str, str] | None = None,
+        patient: bool = False,
+        limit: int = CONTROL_LIMIT,
     ) -> tuple[int, bytes]:
-        """Status and whole body, or EngineError. `repeat`: a broken connection may be tried again too."""
+        """Status and whole body of at most `limit` bytes, or EngineError.
+
+        `repeat`: a broken connection may be tried again too. `patient`: the server may work on this for long.
+        """
+        seconds = self._timeout if patient else min(self._timeout, CONTROL_SECONDS)
+        timeout = self._aiohttp.ClientTimeout(total=seconds, connect=CONTROL_SECONDS)
         pause = FIRST_PAUSE
         for attempt in range(1, ATTEMPTS + 1):
             last = attempt == ATTEMPTS
             try:
-                async with self._session.request(method, self.url + path, json=body, params=query) as response:
-                    answer = await response.read()
+                async with self._session.request(
+                    method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
+                ) as response:
+                    answer = await self._body(response, path, limit)
                     if response.status not in TURNED_AWAY or last:
                         return response.status, answer
             except (self._aiohttp.ClientConnectorError, self._aiohttp.ConnectionTimeoutError) as error:
@@ -55,7 +94,10 @@ class Http:
                         f"no {self._server} server at {self.url} after {ATTEMPTS} attempts: {error}. {self._advice}"
                     ) from error
             except TimeoutError as error:
-                raise EngineError(f"{self.url}{path} did not answer in time: raise timeout=, or look at it") from error
+                raise EngineError(
+                    f"{self.url}{path} did not answer in time ({seconds:g} seconds)"
+                    + (": raise timeout=, or look at it" if patient else ": look at it")
+                ) from error
             except (self._aiohttp.ClientError, ConnectionError) as error:
                 if last or not repeat:
                     raise EngineError(
@@ -66,36 +108,139 @@ class Http:
             pause *= 2
         raise AssertionError("unreachable")
 
-    async def expect(
-        self, method: str, path: str, body: Any = None, *, repeat: bool = False, query: dict[str, str] | None = None
-    ) -> Any:
-        """The parsed answer of a call that must succeed."""
-        status, answer = await self.request(method, path, body, repeat=repeat, query=query)
+    async def _body(self, response: Any, path: str, limit: int) -> bytes:
+        """Read in pieces, and no further than the limit."""
+        place = f"{self.url}{path}"
+        if 300 <= response.status < 400:
+            raise EngineError(
+                f"{place} answered {response.status}, a redirect to {_host(response.headers.get('Location', ''))}: "
+                "redirects are not followed, since prompts would go there. Give the URL of the server itself"
+            )
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise EngineError(
+                f"{place} sent a body with Content-Encoding {encoding!r}, which was not asked for: "
+                "compressed bodies are not taken. Switch compression off in the server, or in the proxy before it"
+            )
+        parts = bytearray()
+        async for chunk in response.content.iter_chunked(CHUNK):
+            parts += chunk
+            if len(parts) > limit:
+                raise EngineError(f"{place} sent more than the {limit} bytes that its answer can have; it was not used")
+        return bytes(parts)
+
+    async def expect(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """The parsed answer of a call that must succeed. The options are those of `request`."""
+        status, answer = await self.request(method, path, body, **options)
         if status != 200:
-            raise EngineError(f"{self.url}{path} answered {status}: {message_of(answer)}")
+            raise refusal(f"{self.url}{path}", status, answer)
         return parsed(answer, f"{self.url}{path}")
+
+    async def expect_object(self, method: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
+        """The same, of a call whose answer is a JSON object."""
+        answer = await self.expect(method, path, body, **options)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(answer)[:200]}")
+        return answer
 
     async def close(self) -> None:
         await self._session.close()
 
 
-def parsed(answer: bytes, place: str) -> Any:
+def answer_limit(request: Request, spec: RouterSpec, samples: int) -> int:
+    """The most bytes that an honest answer with this many samples can have, and as much again.
+
+    Rows of every decoder layer as base64 of 4-byte numbers, the JSON around each sampled token (its log-prob, its text
+    and bytes), a few bytes for each prompt token where a server repeats it, and a fixed part.
+    """
+    prompt, sampled = len(request.token_ids), request.sampling.max_tokens
+    row = spec.engine_layers * spec.top_k * 4 * 4 // 3
+    return 2 * ((1 << 20) + samples * ((prompt + sampled) * (row + 64) + sampled * 2048))
+
+
+def checked_url(url: Any) -> str:
+    """A server's address without a slash at its end. Passwords in it are refused, and never shown."""
+    if not isinstance(url, str):
+        raise EngineError(f"the URL of a server is text such as http://HOST:PORT, got {type(url).__name__}")
+    if "@" in url:  # not parsed: where a password holds a slash, the parts are not what they seem
+        raise EngineError(
+            f"the URL of a server must not hold a user name or password (before @{url.rpartition('@')[2]}): give it as "
+            "http://HOST:PORT, put the key into an environment variable, and name that as engine.api_key_env in a "
+            "config, or pass api_key= to the engine"
+        )
+    try:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        raise EngineError(f"the URL of a server is http://HOST:PORT or https://HOST:PORT, got {url[:200]!r}")
+    if parts.query or parts.fragment:
+        raise EngineError(
+            f"the URL of a server has neither a query nor a fragment: give {parts.scheme}://{parts.netloc}{parts.path}"
+        )
+    return url.rstrip("/")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header of a key. A bad key is not shown in the error."""
+    if api_key is None:
+        return {}
+    if not isinstance(api_key, str) or not api_key or not (api_key.isascii() and api_key.isprintable()):
+        raise EngineError("api_key must be text of printable ASCII characters that is not empty (it is not shown here)")
+    if " " in api_key:
+        raise EngineError("api_key must not hold a space (it is not shown here)")
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def decoded(body: bytes, kind: type[T], place: str) -> T:
+    """A typed answer, or EngineError that says where it differs."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{place} was not understood: {error}") from error
+    except RecursionError as error:
+        raise EngineError(f"{place} was not understood: its JSON is nested too deep") from error
+
+
+def parsed(answer: bytes | str, place: str) -> Any:
     """JSON, or EngineError with the beginning of what came. An empty answer is an empty object."""
     if not answer.strip():
         return {}
     try:
         return json.loads(answer)
-    except ValueError as error:
-        raise EngineError(f"{place} answered something that is not JSON ({error}): {answer[:200]!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise EngineError(
+            f"{place} answered something that is not JSON ({type(error).__name__}: {error}): {answer[:200]!r}"
+        ) from error
+
+
+def refusal(place: str, status: int, answer: bytes) -> EngineError:
+    """The error of an answer that is not 200."""
+    advice = ". Is api_key= (engine.api_key_env in a config) the server's key?" if status in (401, 403) else ""
+    return EngineError(f"{place} answered {status}: {message_of(answer)}{advice}")
 
 
 def message_of(answer: bytes) -> str:
     """The server's own words, without the JSON around them."""
     try:
         value = json.loads(answer)
-    except ValueError:
+        for key in ("error", "message", "detail"):
+            if isinstance(value, dict) and value.get(key):
+                value = value[key]
+        return str(value)[:500]
+    except (ValueError, RecursionError):
         return answer[:500].decode("utf-8", "replace")
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and value.get(key):
-            value = value[key]
-    return str(value)[:500]
+
+
+def printable(text: str) -> str:
+    """A server's words on a terminal: its control characters do nothing there."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def _host(location: str) -> str:
+    """Of a redirect; the rest of it may hold secrets."""
+    try:
+        return urllib.parse.urlsplit(location).hostname or "another path of the same host"
+    except ValueError:
+        return "an address that cannot be read"

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
+from router_replay.engines import checks
 from router_replay.engines.base import Completion, Engine, InFlight, Request
 from router_replay.engines.http import Http
 from router_replay.engines.on_loop import LoopEngine
@@ -39,9 +40,11 @@ class Flight:
 class HttpEngine(LoopEngine):
     """The protocol over a server. A subclass supplies the calls below "what a server does"."""
 
-    def __init__(self, url: str, version: int, timeout: float) -> None:
+    def __init__(self, url: str, version: int, timeout: float, api_key: str | None, vocabulary: int | None) -> None:
+        self.vocabulary = checks.vocabulary(vocabulary)
+        self._timeout = checks.seconds(timeout, "timeout")
+        self._api_key = api_key
         super().__init__(version)
-        self._timeout = timeout
         self._flights: list[Flight] = []
         self._open = True  # requests start; shut while paused and while weights change
         self._held = False  # the server itself does not compute
@@ -81,7 +84,7 @@ class HttpEngine(LoopEngine):
     async def _start(self, url: str) -> None:
         self._exclusive = asyncio.Lock()
         self._gate = asyncio.Condition()
-        self._http = Http(url, self._timeout, self.server)
+        self._http = Http(url, self._timeout, self.server, api_key=self._api_key)
         try:
             await self._connect()
         except BaseException:

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.engines import checks
+from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
+from router_replay.engines.http import printable
 from router_replay.errors import EngineError, RouterReplayError
 
+LONGEST_ERROR = 4000  # characters: its words may be a server's
 T = TypeVar("T")
 
 
@@ -25,8 +28,9 @@ class LoopEngine(Engine):
     """What stands behind the connection, in errors."""
 
     def __init__(self, version: int) -> None:
-        self.version = version
+        self.version = checks.version(version)
         self._closed = False
+        self._tasks: dict[str, asyncio.Task[Any] | None] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
         self._thread.start()
@@ -54,21 +58,22 @@ class LoopEngine(Engine):
 
     async def submit(self, request: Request) -> list[Completion]:
         self._refuse_closed()
-        request.check(self.spec, self.capabilities)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fly(request), self._loop))
+        request = self._checked(request)
+        self._refuse(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        wanted = None if request_ids is None else set(request_ids)
-        return self._wait(self._abort(wanted))
+        names = checks.request_ids(request_ids)
+        return self._wait(self._abort(None if names is None else set(names)))
 
     def pause(self, in_flight: InFlight = "keep") -> None:
-        self._wait(self._pause(in_flight))
+        self._wait(self._pause(check_in_flight(in_flight)))
 
     def resume(self) -> None:
         self._wait(self._resume())
 
     def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
-        self._wait(self._update(str(source), version, in_flight))
+        self._wait(self._update(checks.folder(source), checks.version(version), check_in_flight(in_flight)))
 
     def close(self) -> None:
         if self._closed:
@@ -79,7 +84,22 @@ class LoopEngine(Engine):
         finally:
             self._stop_loop()
 
+    def _refuse(self, request: Request) -> None:
+        """What this engine alone cannot do; the request is checked otherwise."""
+
     # -- the loop -------------------------------------------------------------------------------
+
+    async def _alone(self, request: Request) -> list[Completion]:
+        """Two requests of one name could not be told apart, by an abort or by who reads their completions."""
+        other = self._tasks.get(request.id)
+        if other is not None and not other.cancelling():
+            raise EngineError(f"{request.id}: a request of this id is in flight; give each an id of its own")
+        task = self._tasks[request.id] = asyncio.current_task()
+        try:
+            return await self._fly(request)
+        finally:
+            if self._tasks.get(request.id) is task:
+                del self._tasks[request.id]
 
     def _fail(self, request: Request, done: asyncio.Future[list[Completion]], error: BaseException) -> BaseException:
         """What the caller of a request is told that failed; `done` tells it to an abort that waits for the same.
@@ -92,6 +112,7 @@ class LoopEngine(Engine):
         elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
             cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
             failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
+        failure = _fit_to_print(failure)
         if failure is not error:
             failure.__cause__ = error
         if isinstance(failure, asyncio.CancelledError) and not done.done():
@@ -112,12 +133,15 @@ class LoopEngine(Engine):
                     future.cancel()
                     raise EngineError(f"{self.server} died before it answered; start the engine anew")
             return future.result()
-        except RouterReplayError:
-            raise
+        except RouterReplayError as error:
+            shown = _fit_to_print(error)
+            if shown is error:
+                raise
+            raise shown from error
         except concurrent.futures.CancelledError as error:
             raise EngineError("the engine was closed meanwhile") from error
         except Exception as error:
-            raise EngineError(f"{self.server} failed: {type(error).__name__}: {error}") from error
+            raise _fit_to_print(EngineError(f"{self.server} failed: {type(error).__name__}: {error}")) from error
 
     def _is_dead(self) -> bool:
         """Whether what stands behind the connection is known to be gone, so that waiting is in vain."""
@@ -141,3 +165,13 @@ class LoopEngine(Engine):
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+
+def _fit_to_print(error: BaseException) -> BaseException:
+    """The error itself, or one that does not fill the screen or send commands to a terminal."""
+    if not isinstance(error, RouterReplayError):
+        return error
+    text = printable(str(error))
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    return error if text == str(error) else EngineError(text)

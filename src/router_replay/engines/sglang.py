@@ -16,8 +16,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from router_replay.engines import checks
 from router_replay.engines.base import Capabilities, Completion, InFlight, Request
-from router_replay.engines.http import FIRST_PAUSE, message_of, parsed
+from router_replay.engines.http import FIRST_PAUSE, answer_limit, message_of, parsed, printable, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine
 from router_replay.engines.prefill_decode import Role, check_server, without_prompt_rows
 from router_replay.engines.sglang_answers import completion_of
@@ -33,9 +34,10 @@ _NO_FORCING = "SGLang cannot be told which experts to use: it has no hook betwee
 
 
 class SglangEngine(HttpEngine):
-    """A client of one server. `timeout` is for one request in seconds.
+    """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
 
-    `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere.
+    `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere;
+    so is `vocabulary`, the number of token ids, which may be left out.
     `role` is for a server of a prefill/decode pair; see engines.prefill_decode.
     """
 
@@ -49,19 +51,22 @@ class SglangEngine(HttpEngine):
         version: int = 0,
         timeout: float = 3600.0,
         role: Role = "whole",
+        api_key: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._given = spec
         self._role = role
         self._names: dict[str, int] = {}  # the server's name of each policy version
         self._name = ""
         self._seeds = False
-        super().__init__(url, version, timeout)
+        super().__init__(url, version, timeout, api_key, vocabulary)
 
     async def _connect(self) -> None:
         info = await self._info("/server_info", "/get_server_info")
         check_server(info, self._role, self._http.url)
         model = await self._info("/model_info", "/get_model_info")
-        self.spec = _spec(model, self._given, self._http.url)
+        self.spec, found = _model(model, self._given, self._http.url)
+        self.vocabulary = checks.same_vocabulary(self.vocabulary, found)
         self._name = str(model.get("weight_version") or "default")
         self._names[self._name] = self.version
         self._seeds = bool(info.get("enable_deterministic_inference"))
@@ -69,7 +74,7 @@ class SglangEngine(HttpEngine):
         lacks = [] if captures else [_NO_CAPTURE]
         lacks.append(_NO_FORCING)
         if info.get("version") != TESTED:
-            lacks.append(f"SGLang {info.get('version')} was not tried, {TESTED} was")
+            lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tried, {TESTED} was")
         self.capabilities = Capabilities(captures, False, captures, True, True, "; ".join(lacks))
 
     async def _info(self, path: str, older: str) -> dict[str, Any]:
@@ -78,15 +83,16 @@ class SglangEngine(HttpEngine):
             path = older
             status, answer = await self._http.request("GET", path, repeat=True)
         if status != 200:
-            raise EngineError(f"{self._http.url}{path} answered {status}: {message_of(answer)}. Is this SGLang?")
+            raise refusal(f"{self._http.url}{path} (is this SGLang?)", status, answer)
         info = parsed(answer, self._http.url + path)
         if not isinstance(info, dict):
-            raise EngineError(f"{self._http.url}{path}: expected an object, got {str(info)[:200]}. Is this SGLang?")
+            came = str(info)[:200]
+            raise EngineError(f"{self._http.url}{path}: expected an object, got {came}. Is this SGLang?")
         return info
 
     # -- generating -----------------------------------------------------------------------------
 
-    async def submit(self, request: Request) -> list[Completion]:
+    def _refuse(self, request: Request) -> None:
         if request.sampling.seed is not None and not self._seeds:
             raise EngineError(
                 f"{request.id}: seed {request.sampling.seed}, but this server ignores seeds: start it with "
@@ -97,7 +103,6 @@ class SglangEngine(HttpEngine):
                 f"{request.id}: SGLang looks at no stop token where ignore_eos is set, so "
                 f"{request.sampling.stop_token_ids} would not end it: leave one of the two out"
             )
-        return await super().submit(request)
 
     async def _generate(self, flight: Flight) -> list[Completion]:
         samples = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
@@ -110,11 +115,12 @@ class SglangEngine(HttpEngine):
     async def _sample(self, flight: Flight, index: int) -> Completion:
         request = flight.request
         body = generate_body(request, index, flight.names[index], self._name, self.capabilities.routes)
-        status, answer = await self._http.request("POST", "/generate", body)
+        limit = answer_limit(request, self.spec, samples=1)
+        status, answer = await self._http.request("POST", "/generate", body, patient=True, limit=limit)
         if status != 200:
-            raise EngineError(f"{request.id}: {self._http.url}/generate answered {status}: {message_of(answer)}")
-        routes = self.capabilities.routes
-        completion = completion_of(answer, request, index, self.spec, flight.version, self._names, routes)
+            raise refusal(f"{request.id}: {self._http.url}/generate", status, answer)
+        routes, vocabulary = self.capabilities.routes, self.vocabulary
+        completion = completion_of(answer, request, index, self.spec, flight.version, self._names, routes, vocabulary)
         return without_prompt_rows(completion, len(request.token_ids)) if self._role == "decode" else completion
 
     async def _stop(self, flights: Sequence[Flight]) -> None:
@@ -127,17 +133,17 @@ class SglangEngine(HttpEngine):
 
     async def _hold(self) -> None:
         # Never "retract": after a weight swap the rows of what was retracted are not those that sampled its tokens.
-        await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True)
+        await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True, patient=True)
 
     async def _go(self) -> None:
-        await self._http.expect("POST", "/continue_generation", {}, repeat=True)
+        await self._http.expect("POST", "/continue_generation", {}, repeat=True, patient=True)
 
     async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
         name = str(version) if str(version) not in self._names else f"{version}.{len(self._names)}"
         kept = any(flight.started for flight in self._flights)
         body = {"model_path": source, "weight_version": name, "flush_cache": not kept}
         try:
-            status, raw = await self._http.request("POST", "/update_weights_from_disk", body)
+            status, raw = await self._http.request("POST", "/update_weights_from_disk", body, patient=True)
             answer = parsed(raw, f"{self._http.url}/update_weights_from_disk")
         except EngineError as error:
             self._broken = f"no answer while loading {source}, what the server holds is unknown: {error}"
@@ -151,19 +157,26 @@ class SglangEngine(HttpEngine):
                 self._broken = f"{problem}. What it holds now is unknown: load weights anew into a fresh server"
             raise EngineError(self._broken or problem)
         if not loaded:
-            await self._flush(source)
-            # The refused flush made SGLang's front end keep the old name.
-            await self._http.expect(
-                "POST", "/update_weight_version", {"new_version": name, "abort_all_requests": False}
-            )
+            await self._finish(source, name)
         self._names[name] = version
         self._name = name
+
+    async def _finish(self, source: str, name: str) -> None:
+        """The weights are the new ones: what fails from here on leaves a server that calls them by the old name."""
+        try:
+            await self._flush(source)
+            # The refused flush made SGLang's front end keep the old name.
+            body = {"new_version": name, "abort_all_requests": False}
+            await self._http.expect("POST", "/update_weight_version", body, patient=True)
+        except EngineError as error:
+            self._broken = self._broken or f"{self._http.url} loaded {source}, but not its name and cache: {error}"
+            raise EngineError(self._broken) from error
 
     async def _flush(self, source: str) -> None:
         """KV and rows of the old weights must go: SGLang answers that it loaded, but not flushed."""
         pause, text = FIRST_PAUSE, ""
         for _ in range(FLUSHES):
-            status, answer = await self._http.request("POST", "/flush_cache", repeat=True)
+            status, answer = await self._http.request("POST", "/flush_cache", repeat=True, patient=True)
             if status == 200:
                 return
             text = message_of(answer)
@@ -205,16 +218,19 @@ def generate_body(request: Request, index: int, name: str, version: str, routes:
     }
 
 
-def _spec(model: dict[str, Any], given: RouterSpec | None, url: str) -> RouterSpec:
-    config = pathlib.Path(str(model.get("model_path", ""))) / "config.json"
-    if not config.is_file():
+def _model(model: dict[str, Any], given: RouterSpec | None, url: str) -> tuple[RouterSpec, int | None]:
+    """The routers and the vocabulary of the server's model, as far as they are known here."""
+    path = model.get("model_path")
+    config = pathlib.Path(path if isinstance(path, str) and path.isprintable() else "") / "config.json"
+    if not path or not config.is_file():
         if given is None:
             raise EngineError(
-                f"the model of {url} is {model.get('model_path')!r}, not a folder of this machine, so its routers "
+                f"the model of {url} is {path!r}, not a folder of this machine, so its routers "
                 "are not known here: pass spec=RouterSpec.from_config(config)"
             )
-        return given
-    found = RouterSpec.from_config(json.loads(config.read_text()))
+        return given, None
+    told = json.loads(config.read_text())
+    found = RouterSpec.from_config(told)
     if given is not None and given != found:
         raise EngineError(f"the model of {url} is {found}, the spec that was given is {given}")
-    return found
+    return found, checks.vocabulary_of(told)

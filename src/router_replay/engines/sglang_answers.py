@@ -20,6 +20,7 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.engines.http import TokenId, decoded
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -44,26 +45,30 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
     num_retractions: int | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
     routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int] = []
+    output_ids: list[TokenId] = []
 
 
 def completion_of(
-    body: bytes, request: Request, index: int, spec: RouterSpec, version: int, names: Mapping[str, int], routes: bool
+    body: bytes,
+    request: Request,
+    index: int,
+    spec: RouterSpec,
+    version: int,
+    names: Mapping[str, int],
+    routes: bool,
+    vocabulary: int | None = None,
 ) -> Completion:
     """One sample of `/generate`. `version` is the policy at its start, `names` the policies by the server's names.
 
     `routes` says whether rows were asked for; where they were not, they are said to be missing.
     """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"{request.id}: the answer to /generate was not understood: {error}") from error
+    answer = decoded(body, _Answer, f"{request.id}: the answer to /generate")
     meta, tokens, prompt = answer.meta_info, len(answer.output_ids), len(request.token_ids)
     if meta.finish_reason is None or meta.finish_reason.type not in _FINISH:
         raise EngineError(
@@ -98,7 +103,7 @@ def completion_of(
         start=start,
         finish_reason=finish,
         versions=versions,
-    ).check(prompt)
+    ).check(prompt, vocabulary, request.sampling.max_tokens)
 
 
 def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start: int = 0) -> Routes:
@@ -111,7 +116,7 @@ def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start
         answer = msgspec.json.decode(body) if isinstance(body, bytes) else body
         choices, extension, usage = answer["choices"], answer.get("sglext"), answer.get("usage") or {}
         count = len(choices)
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"this is not an OpenAI response of SGLang: {type(error).__name__}: {error}") from error
     if count != 1:
         raise EngineError(
@@ -168,7 +173,8 @@ def _token_versions(meta: _Meta, tokens: int, version: int, names: Mapping[str, 
         spans = [] if meta.weight_version is None else [Span(meta.weight_version, 0, tokens)]
     if not spans:
         raise EngineError(f"{place}: the answer does not say which weights sampled it (meta_info.weight_version)")
-    if spans[0].start != 0 or spans[-1].end != tokens or any(a.end != b.start for a, b in itertools.pairwise(spans)):
+    gaps = any(a.end != b.start for a, b in itertools.pairwise(spans))
+    if gaps or spans[0].start != 0 or spans[-1].end != tokens or any(span.end < span.start for span in spans):
         raise EngineError(f"{place}: weight_versions {_shown(spans)} do not cover the {tokens} sampled tokens")
     unknown = [span.version for span in spans if span.version not in names]
     if unknown:

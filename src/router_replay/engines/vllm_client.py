@@ -12,7 +12,8 @@ import json
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
-from router_replay.engines.base import Capabilities, Completion, InFlight, Request
+from router_replay.engines import checks
+from router_replay.engines.base import Capabilities, Completion, InFlight, Request, check_in_flight
 from router_replay.engines.on_loop import LoopEngine
 from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
 from router_replay.engines.vllm_weights import SharedWeights
@@ -28,6 +29,7 @@ class Transport(abc.ABC):
     spec: RouterSpec
     capabilities: Capabilities
     logprobs_mode: str = "processed_logprobs"
+    vocabulary: int | None = None
 
     @abc.abstractmethod
     async def generate(self, flight: Flight) -> list[Sample]: ...
@@ -67,7 +69,11 @@ class VllmClient(LoopEngine):
     server = "vLLM"
 
     def __init__(self, start: Coroutine[Any, Any, Transport], version: int = 0) -> None:
-        super().__init__(version)
+        try:
+            super().__init__(version)
+        except BaseException:
+            start.close()
+            raise
         self._flights: dict[str, Flight] = {}
         self._paused = False
         self._broken = ""
@@ -82,20 +88,17 @@ class VllmClient(LoopEngine):
             raise
         self.spec = self._transport.spec
         self.capabilities = self._transport.capabilities
+        self.vocabulary = self._transport.vocabulary
 
     # -- the protocol ---------------------------------------------------------------------------
-
-    async def submit(self, request: Request) -> list[Completion]:
-        self._refuse_temperature(request)
-        return await super().submit(request)
 
     def update_weights(self, source: str | SharedWeights, version: int, in_flight: InFlight = "abort") -> None:
         """Load a folder, a safetensors file or memory that `vllm_weights.share` filled, in place.
 
         Weights that do not fit are refused before a request is touched.
         """
-        info = source.info() if isinstance(source, SharedWeights) else {"path": str(source)}
-        self._wait(self._update(json.dumps(info), version, in_flight))
+        info = source.info() if isinstance(source, SharedWeights) else {"path": checks.folder(source)}
+        self._wait(self._update(json.dumps(info), checks.version(version), check_in_flight(in_flight)))
 
     def report(self) -> dict[str, Any]:
         """What the plugin in the worker says of itself: rules of the routers, rows forced so far."""
@@ -141,7 +144,7 @@ class VllmClient(LoopEngine):
         for sample in samples:
             if self.capabilities.routes and sample.rows is None and sample.token_ids and not flight.stopped.is_set():
                 raise EngineError(f"{request.id}: vLLM returned {len(sample.token_ids)} tokens without their experts")
-        return [completion_of(sample, flight, self.spec) for sample in samples]
+        return [completion_of(sample, flight, self.spec, self.vocabulary) for sample in samples]
 
     async def _abort(self, wanted: set[str] | None) -> list[Completion]:
         chosen = [flight for flight in self._flights.values() if wanted is None or flight.request.id in wanted]
@@ -187,9 +190,9 @@ class VllmClient(LoopEngine):
 
     async def _update(self, source: str, version: int, in_flight: InFlight) -> None:
         self._refuse_broken()
-        for found in await self._transport.call_all("router_replay_find_weights", source=source):
-            if found["reason"]:
-                raise EngineError(found["reason"])
+        for found in _reasons(await self._transport.call_all("router_replay_find_weights", source=source)):
+            if found:
+                raise EngineError(found)
         async with self._exclusive:
             self._refuse_broken()
             self._open.clear()
@@ -206,21 +209,26 @@ class VllmClient(LoopEngine):
     async def _swap(self, source: str, version: int, in_flight: InFlight) -> None:
         try:
             answers = await self._transport.call_all("router_replay_update_weights", source=source)
+            reasons = _reasons(answers)
         except Exception as error:
             await self._break(
                 f"loading the weights of {source[:200]} failed, what the engine holds is unknown: {error}"
             )
-        refused = [answer["reason"] for answer in answers if answer["reason"]]
-        if len(refused) == len(answers):  # they were there a moment ago; nothing was touched
+        refused = [reason for reason in reasons if reason]
+        if len(refused) == len(reasons):  # they were there a moment ago; nothing was touched
             raise EngineError(refused[0])
         if refused:
             await self._break(f"some workers loaded {source[:200]} and some did not: {refused[0]}")
-        computed = progress_of(answers[0]["progress"])
-        kept = [flight for flight in self._flights.values() if flight.started]
-        for flight in kept:
-            flight.swap(computed.get(flight.name, {}), version)
+        try:
+            computed = progress_of(answers[0].get("progress", {}))
+            kept = [flight for flight in self._flights.values() if flight.started]
+            for flight in kept:
+                flight.swap(computed.get(flight.name, {}), version)
+            reset = await self._transport.reset_prefix_cache()
+        except Exception as error:  # the new weights are in, and would go under the old version
+            await self._break(f"the weights of {source[:200]} were loaded, but vLLM did not follow: {error}")
         # Frozen requests hold blocks, and vLLM then resets nothing; the salt of each update keeps the old ones apart.
-        if not await self._transport.reset_prefix_cache() and not (in_flight == "keep" and kept):
+        if not reset and not (in_flight == "keep" and kept):
             await self._break(
                 "vLLM did not reset its prefix cache after the weight update: KV of the old weights is left"
             )
@@ -248,9 +256,17 @@ class VllmClient(LoopEngine):
         if self._broken:
             raise EngineError(self._broken)
 
-    def _refuse_temperature(self, request: Request) -> None:
+    def _refuse(self, request: Request) -> None:
         if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):
             raise EngineError(
                 f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
                 "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
             )
+
+
+def _reasons(answers: Sequence[Any]) -> list[str]:
+    """Why each worker refuses weights, empty where it does not; EngineError where they do not say it."""
+    reasons = [answer.get("reason") if isinstance(answer, dict) else None for answer in answers]
+    if not reasons or not all(isinstance(reason, str) for reason in reasons):
+        raise EngineError(f"expected an answer with a reason from every vLLM worker, got {str(answers)[:200]}")
+    return [str(reason) for reason in reasons]

@@ -8,15 +8,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from router_replay import wire
-from router_replay.engines.base import Capabilities, InFlight
-from router_replay.engines.http import Http, message_of
+from router_replay.engines import checks
+from router_replay.engines.base import Capabilities, InFlight, Request, Sampling
+from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
 from router_replay.engines.vllm_client import Transport, VllmClient
 from router_replay.engines.vllm_samples import (
     Flight,
@@ -25,17 +25,31 @@ from router_replay.engines.vllm_samples import (
     refuse_version,
     sampling_arguments,
 )
-from router_replay.errors import EngineError
+from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
 GENERATE = "/inference/v1/generate"
+WORKERS_LIMIT = 64 << 20  # bytes: each of many workers reports the progress of thousands of requests
 
 
 class VllmHttpEngine(VllmClient):
-    """A client of one server. `timeout` is for one request in seconds; `spec` is needed where the plugin is missing."""
+    """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
 
-    def __init__(self, url: str, *, version: int = 0, spec: RouterSpec | None = None, timeout: float = 3600.0) -> None:
-        super().__init__(_connect(url.rstrip("/"), spec, timeout), version)
+    `spec` is needed where the plugin is missing; `vocabulary`, the number of token ids, may be given there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        version: int = 0,
+        spec: RouterSpec | None = None,
+        timeout: float = 3600.0,
+        api_key: str | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        given = checks.vocabulary(vocabulary)
+        super().__init__(_connect(checked_url(url), spec, given, checks.seconds(timeout, "timeout"), api_key), version)
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -48,7 +62,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | None = None
@@ -60,10 +74,7 @@ class _Response(msgspec.Struct):
 
 def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
     """The choices of a generate response, or EngineError where it is not one."""
-    try:
-        response = msgspec.json.decode(body, type=_Response)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"the server's answer to {GENERATE} was not understood: {error}") from error
+    response = decoded(body, _Response, f"the server's answer to {GENERATE}")
     samples = []
     for choice in response.choices:
         content = (choice.logprobs.content if choice.logprobs else None) or []
@@ -75,40 +86,68 @@ def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
     return samples
 
 
-async def _connect(url: str, spec: RouterSpec | None, timeout: float) -> Transport:
-    http = Http(url, timeout, "vLLM", "router-replay serve MODEL starts one")
+class _Report(msgspec.Struct):
+    """What the plugin in a worker says of itself, as far as it is used here."""
+
+    captures: bool
+    forced_routes: bool
+    reason: str
+    logprobs_mode: str
+    config: str
+    generation_config: str
+
+
+class _Reports(msgspec.Struct):
+    results: list[_Report]
+
+
+async def _connect(
+    url: str, spec: RouterSpec | None, vocabulary: int | None, timeout: float, api_key: str | None
+) -> Transport:
+    http = Http(url, timeout, "vLLM", "router-replay serve MODEL starts one", api_key=api_key)
     try:
-        version = (await http.expect("GET", "/version")).get("version", "unknown")
-        refuse_version(version)
+        refuse_version(str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40])
         status, _ = await http.request("POST", GENERATE, {})
         if status in (404, 405):
             raise EngineError(f"{url} has no {GENERATE}: start it with --enable-scale-out, or by router-replay serve")
-        return await _probe(http, spec)
+        return await _probe(http, spec, vocabulary)
     except BaseException:
         await http.close()
         raise
 
 
-async def _probe(http: Http, spec: RouterSpec | None) -> Transport:
+async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
     """What this server can do, and why not the rest."""
-    status, answer = await http.request("POST", "/collective_rpc", {"method": "router_replay_report"})
+    place = f"{http.url}/collective_rpc"
+    body = {"method": "router_replay_report"}
+    status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
+    if status in (401, 403):
+        raise refusal(place, status, answer)
     if status == 200:
-        [report, *_] = json.loads(answer)["results"]
-        config = json.loads(report["config"])
-        generation = json.loads(report["generation_config"])
+        reports = decoded(answer, _Reports, f"the answer of {place}").results
+        if not reports:
+            raise EngineError(f"{place} has the answer of no worker")
+        report = reports[0]
+        config = _settings(report.config, place)
         capabilities = Capabilities(
-            routes=report["captures"],
-            forced_routes=report["forced_routes"],
+            routes=report.captures,
+            forced_routes=report.forced_routes,
             prompt_start=True,
             logprobs=True,
             versions=True,
-            why_not=report["reason"] or ("" if report["captures"] else _NO_CAPTURE),
+            why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
         )
-        found = RouterSpec.from_config(config)
+        try:
+            found = RouterSpec.from_config(config)
+            tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
+            stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
+        except Exception as error:  # whatever a server may put there
+            raise EngineError(
+                f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if spec is not None and spec != found:
             raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
-        stops = end_of_sequence_ids(generation) or end_of_sequence_ids(config)
-        return _OverHttp(http, found, capabilities, report["logprobs_mode"], stops)
+        return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
     if status == 404:
         reason = (
             "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), so it can neither pause nor take weights"
@@ -120,10 +159,20 @@ async def _probe(http: Http, spec: RouterSpec | None) -> Transport:
             f"{reason}, and so it does not say what its model is: pass spec=RouterSpec.from_config(config), "
             "or start the server by router-replay serve"
         )
-    bare = _OverHttp(http, spec, Capabilities(True, False, True, True, False, reason), "raw_logprobs", ())
+    capabilities = Capabilities(True, False, True, True, False, reason)
+    bare = _OverHttp(http, spec, vocabulary, capabilities, "raw_logprobs", ())
     if not await bare.captures():
         bare.capabilities = Capabilities(False, False, True, True, False, f"{_NO_CAPTURE}; {reason}")
     return bare
+
+
+def _settings(text: str, place: str) -> dict[str, Any]:
+    """A config in the plugin's report. json writes NaN and Infinity, so this is not read by msgspec."""
+    config = parsed(text, place)
+    config = {} if config is None else config  # a model without a generation config
+    if not isinstance(config, dict):
+        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
+    return config
 
 
 _NO_CAPTURE = "the server was started without --enable-return-routed-experts"
@@ -131,10 +180,17 @@ _NO_CAPTURE = "the server was started without --enable-return-routed-experts"
 
 class _OverHttp(Transport):
     def __init__(
-        self, http: Http, spec: RouterSpec, capabilities: Capabilities, logprobs_mode: str, stops: tuple[int, ...]
+        self,
+        http: Http,
+        spec: RouterSpec,
+        vocabulary: int | None,
+        capabilities: Capabilities,
+        logprobs_mode: str,
+        stops: tuple[int, ...],
     ) -> None:
         self._http = http
         self.spec = spec
+        self.vocabulary = vocabulary
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
         self._end_of_sequence = stops
@@ -142,8 +198,12 @@ class _OverHttp(Transport):
     async def captures(self) -> bool:
         """Does one generated token come back with a row?"""
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
-        answer = await self._http.expect("POST", GENERATE, body)
-        return answer["choices"][0].get("routed_experts") is not None
+        limit = answer_limit(Request((0,), Sampling(max_tokens=1)), self.spec, samples=1)
+        status, answer = await self._http.request("POST", GENERATE, body, patient=True, limit=limit)
+        if status != 200:
+            raise refusal(f"{self._http.url}{GENERATE}", status, answer)
+        choices = decoded(answer, _Response, f"the server's answer to {GENERATE}").choices
+        return bool(choices) and choices[0].routed_experts is not None
 
     async def generate(self, flight: Flight) -> list[Sample]:
         request = flight.request
@@ -153,10 +213,14 @@ class _OverHttp(Transport):
             "sampling_params": sampling_arguments(request, self._end_of_sequence, as_text=True),
             "cache_salt": flight.salt,
         }
-        status, answer = await self._http.request("POST", GENERATE, body)
+        limit = answer_limit(request, self.spec, samples=request.sampling.n)
+        status, answer = await self._http.request("POST", GENERATE, body, patient=True, limit=limit)
         if status != 200:
-            raise EngineError(f"{request.id}: the server answered {status}: {message_of(answer)}")
-        return samples_of(answer, self.spec)
+            raise refusal(f"{request.id}: the server", status, answer)
+        try:
+            return samples_of(answer, self.spec)
+        except RouterReplayError as error:
+            raise EngineError(f"{request.id}: {error}") from error
 
     async def abort(self, names: Sequence[str]) -> None:
         self._refuse_bare()
@@ -165,20 +229,24 @@ class _OverHttp(Transport):
 
     async def pause(self, mode: InFlight) -> None:
         self._refuse_bare()
-        await self._http.expect("POST", "/pause", query={"mode": mode, "clear_cache": "false"})
+        await self._http.expect("POST", "/pause", query={"mode": mode, "clear_cache": "false"}, patient=True)
 
     async def resume(self) -> None:
         self._refuse_bare()
-        await self._http.expect("POST", "/resume")
+        await self._http.expect("POST", "/resume", patient=True)
 
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
         self._refuse_bare()
-        answer = await self._http.expect("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
-        return list(answer["results"])
+        body = {"method": method, "kwargs": arguments}
+        answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
+        results = answer.get("results")
+        if not isinstance(results, list) or not results or not all(isinstance(result, dict) for result in results):
+            raise EngineError(f"expected an object from every worker, got {str(answer)[:200]}")
+        return results
 
     async def reset_prefix_cache(self) -> bool:
-        answer = await self._http.expect("POST", "/reset_prefix_cache")
-        return bool(answer.get("success"))
+        answer = await self._http.expect_object("POST", "/reset_prefix_cache", patient=True)
+        return answer.get("success") is True
 
     async def close(self) -> None:
         await self._http.close()

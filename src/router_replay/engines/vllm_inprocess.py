@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from router_replay.engines import vllm_plugin
+from router_replay.engines import checks, vllm_plugin
 from router_replay.engines.base import Capabilities, InFlight
 from router_replay.engines.vllm_client import Transport, VllmClient
 from router_replay.engines.vllm_plugin import signals
@@ -118,6 +118,7 @@ class _InProcess(Transport):
         config = engine.vllm_config.model_config
         self._engine = engine
         self.spec = RouterSpec.from_config(config.hf_config)
+        self.vocabulary = checks.vocabulary_of(config.hf_config.to_dict())
         self.logprobs_mode = str(config.logprobs_mode)
         self._end_of_sequence = end_of_sequence_ids(config.try_get_generation_config())
         self._end_of_sequence = self._end_of_sequence or end_of_sequence_ids(config.hf_config.to_dict())

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from router_replay import kernel
+from router_replay.engines import checks
 from router_replay.engines.base import Completion, FinishReason, Request
 from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT, TESTED
 from router_replay.engines.vllm_plugin.frontend import extra_arguments
@@ -82,7 +83,10 @@ class Flight:
 def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Rows computed by our names and sample indices, from what a worker reports by vLLM's internal ids."""
     found: dict[str, dict[int, int]] = {}
+    if not isinstance(reported, Mapping):
+        raise EngineError(f"the worker's progress is not a table of requests: {checks.shown(reported)}")
     for internal, rows in reported.items():
+        checks.integer(rows, "the rows that a worker computed", 0, checks.TOKEN_LIMIT)
         match = _OURS.match(internal)
         if match:
             found.setdefault(match.group(2), {})[int(match.group(1) or 0)] = rows
@@ -119,10 +123,10 @@ def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     found = config.get("eos_token_id")
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return checks.tokens(found if isinstance(found, list | tuple) else [found], "eos_token_id of the model's config")
 
 
-def completion_of(sample: Sample, flight: Flight, spec: RouterSpec) -> Completion:
+def completion_of(sample: Sample, flight: Flight, spec: RouterSpec, vocabulary: int | None = None) -> Completion:
     """A checked Completion, or EngineError where the parts of a response do not fit each other."""
     request = flight.request
     prompt, tokens, start = len(request.token_ids), len(sample.token_ids), request.routes_start
@@ -143,7 +147,7 @@ def completion_of(sample: Sample, flight: Flight, spec: RouterSpec) -> Completio
         start=start,
         finish_reason=reasons[sample.finish_reason],
         versions=versions[prompt - 1 :] if tokens else np.zeros(0, np.int64),
-    ).check(prompt)
+    ).check(prompt, vocabulary, request.sampling.max_tokens)
 
 
 def _with_versions(routes: Routes, request: Request, versions: np.ndarray) -> Routes:

@@ -1,15 +1,19 @@
 """`router-replay serve MODEL`: vLLM's own OpenAI server, with the flags and the plugin that routes need.
 
     router-replay serve Qwen/Qwen3-30B-A3B --tensor-parallel-size 2 --port 8000
+    router-replay serve Qwen/Qwen3-30B-A3B --host 0.0.0.0 --api-key-env SERVER_KEY
 
 Arguments after the model are vLLM's and come last, so they win over ours. The server runs in vLLM's
 development mode: pausing, weight updates and the plugin's report are only there. That mode lets whoever
-reaches the port do these things, so the server listens on 127.0.0.1 unless --host says otherwise.
+reaches the port do these things. So every route asks for the key, where there is one, and without a key
+the server listens on loopback addresses only (vllm_guard.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import ipaddress
 import json
 import os
 import pathlib
@@ -17,7 +21,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from router_replay.engines import vllm_plugin
+from router_replay.engines import vllm_guard, vllm_plugin
+from router_replay.engines.http import authorization
 from router_replay.engines.vllm_samples import refuse_version
 from router_replay.errors import EngineError
 
@@ -25,29 +30,77 @@ from router_replay.errors import EngineError
 MODULE = "vllm.entrypoints.openai.api_server"
 
 
-def serve(model: str, arguments: Sequence[str] = ()) -> int:
-    """Run the server until it ends; returns its exit status."""
-    command, environment = server_command(model, arguments)
+def serve(model: str, arguments: Sequence[str] = (), api_key_env: str = "") -> int:
+    """Run the server until it ends; returns its exit status. `api_key_env` names the variable that holds its key."""
+    command, environment = server_command(model, arguments, api_key_env)
     try:
         return subprocess.run(command, env=environment, check=False).returncode
     except KeyboardInterrupt:
         return 130
 
 
-def server_command(model: str, arguments: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    model: str, arguments: Sequence[str] = (), api_key_env: str = ""
+) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment of the server."""
     version = installed_version()
     refuse_version(version)
+    key = _key(os.environ, api_key_env)
+    _refuse_open_doors(arguments, key)
     command = [sys.executable, "-m", MODULE, "--model", str(model), "--host", "127.0.0.1"]
+    command += ["--middleware", vllm_guard.MIDDLEWARE]
     command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
     if tuple(int(part) for part in version.split(".")[:2]) >= (0, 30):
         command.append("--enable-scale-out")  # /inference/v1/generate, which older versions always have
     if not _has_tokenizer(model):
         command.append("--skip-tokenizer-init")
     environment = {**os.environ, **plugin_environment(os.environ)}
+    environment.pop("VLLM_API_KEY", None)  # vLLM's own guard, of some routes; ours has the key now, for all of them
+    if key:
+        environment[vllm_guard.KEY] = key
     if environment[vllm_plugin.ENVIRONMENT] != "0":
         command += ["--weight-transfer-config", json.dumps({"backend": vllm_plugin.BACKEND})]
     return command + list(arguments), environment
+
+
+def _key(now: Mapping[str, str], api_key_env: str) -> str:
+    """The key of the variable that was named, or else of ours, or of vLLM's; empty where there is none."""
+    if api_key_env and not now.get(api_key_env):
+        raise EngineError(f"--api-key-env {api_key_env}: this environment variable is not set, or empty")
+    key = now.get(api_key_env) or now.get(vllm_guard.KEY) or now.get("VLLM_API_KEY") or ""
+    if key:
+        authorization(key)  # refuses what no client could send
+    return key
+
+
+def _refuse_open_doors(arguments: Sequence[str], key: str) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--host", nargs="?")
+    parser.add_argument("--api-key", "--api_key", nargs="?", const="")
+    parser.add_argument("--grpc", action="store_true")
+    try:
+        given, _ = parser.parse_known_args(list(arguments))
+    except SystemExit as error:  # argparse's own way to refuse
+        raise EngineError("the arguments after the model could not be read; see the line above") from error
+    if given.api_key is not None:
+        raise EngineError(
+            "--api-key stands in the list of processes for all to read, and vLLM's own guard leaves /pause and "
+            "/update_weights open: put the key into an environment variable, and name it by --api-key-env"
+        )
+    if given.grpc:
+        raise EngineError("--grpc: the guard of this server is one of HTTP, and gRPC would go past it; leave it out")
+    if given.host is not None and not key and not is_loopback(given.host):
+        raise EngineError(
+            f"--host {given.host}: whoever reaches this server can pause it and load weights into it. Put a key into "
+            "an environment variable and name it by --api-key-env, or leave --host out (127.0.0.1)"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:

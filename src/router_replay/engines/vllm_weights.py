@@ -9,19 +9,20 @@ the memory must stay until /finish_weight_update has returned; reset the prefix 
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import math
 import mmap
 import os
 import pathlib
-import uuid
 import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 
-from router_replay.engines.vllm_plugin.sources import DTYPES, SHARED_MEMORY
+from router_replay.engines import shared_memory
+from router_replay.engines.shared_memory import SHARED_MEMORY
+from router_replay.engines.vllm_plugin.sources import DTYPES
 from router_replay.errors import EngineError
 
 ALIGNMENT = 64
@@ -30,7 +31,11 @@ ALIGNMENT = 64
 def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
     """Copy whole tensors, of any device, into shared memory; names are those of a Hugging Face checkpoint."""
     weights = SharedWeights(state)
-    weights.write(state)
+    try:
+        weights.write(state)
+    except BaseException:
+        weights.close()
+        raise
     return weights
 
 
@@ -46,10 +51,13 @@ def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = No
 
 
 class SharedWeights:
-    """A segment of shared memory with room for these tensors. It is gone after `close`, or with this process."""
+    """A segment of shared memory with room for these tensors.
+
+    It is gone after `close`, or when this process ends; what a killed process left goes when the next one is made.
+    """
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
-        self.name = f"router-replay-{os.getpid()}-{uuid.uuid4().hex}"
+        self.name = shared_memory.new_name()
         self._tensors: dict[str, dict[str, Any]] = {}
         length = 0
         for name, tensor in like.items():
@@ -61,8 +69,9 @@ class SharedWeights:
             length += tensor.numel() * tensor.itemsize
         if not length:
             raise EngineError("there are no weights to share")
+        shared_memory.sweep(SHARED_MEMORY)
         self._memory, lock = _allocate(self.name, length)
-        self._unlink = weakref.finalize(self, _give_up, SHARED_MEMORY / self.name, lock)
+        self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)
 
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
         """Fill it with these tensors, which must be the same by name and shape. No engine may be reading meanwhile."""
@@ -96,27 +105,40 @@ class SharedWeights:
         self.close()
 
 
-def _give_up(path: pathlib.Path, lock: int) -> None:
+def _give_up(owner: int, path: pathlib.Path, lock: int, memory: mmap.mmap | None) -> None:
+    if os.getpid() != owner:  # a fork of the trainer has a copy of the object, and ends before the trainer does
+        return
     path.unlink(missing_ok=True)
     os.close(lock)
+    if memory is not None:
+        with contextlib.suppress(BufferError):  # somebody still looks at it; it goes with them
+            memory.close()
 
 
 def _allocate(name: str, length: int) -> tuple[mmap.mmap, int]:
     """Memory that is really there: a segment beyond the machine's limit would kill the process when it is written.
 
-    With the handle that says that it is in use: a lock holds over containers, which do not see each other's processes.
+    With the handle that says that it is in use.
     """
     if not SHARED_MEMORY.is_dir():
         raise EngineError(f"there is no {SHARED_MEMORY} here: save a folder and give its path to update_weights")
     path = SHARED_MEMORY / name
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH)
+        handle = shared_memory.create(path)
+    except OSError as error:
+        raise _no_room(length, error) from error
+    try:
         os.posix_fallocate(handle, 0, length)
         return mmap.mmap(handle, length), handle
-    except OSError as error:
-        _give_up(path, handle)
-        raise EngineError(
-            f"{length / 2**20:.0f} MiB of shared memory are not to be had in {SHARED_MEMORY} ({error}): make it larger "
-            "(containers have 64 MiB by default), or save a folder and give its path to update_weights"
-        ) from error
+    except BaseException as error:
+        _give_up(os.getpid(), path, handle, None)
+        if isinstance(error, OSError):
+            raise _no_room(length, error) from error
+        raise
+
+
+def _no_room(length: int, error: OSError) -> EngineError:
+    return EngineError(
+        f"{length / 2**20:.0f} MiB of shared memory are not to be had in {SHARED_MEMORY} ({error}): make it larger "
+        "(containers have 64 MiB by default), or save a folder and give its path to update_weights"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -23,9 +24,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
 )
 
-from router_replay.errors import ConfigError
+from router_replay.engines.http import checked_url
+from router_replay.errors import ConfigError, EngineError
 from router_replay.rl import toml_text
 
 ReplayMode = Literal["off", "r2", "r3"]
@@ -35,7 +38,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Block(BaseModel):
     # Strict: "8" is not 8 and 1 is not true, since a quote or a type too many is more often a slip than a wish.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # Input is hidden in pydantic's own errors: a URL may hold a password. `_problem` below shows what may be shown.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class ModelConfig(Block):
@@ -55,7 +59,9 @@ class EngineConfig(Block):
 
     kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
     url: str = ""
-    """Of the server, for vllm_http and sglang."""
+    """Of the server, for vllm_http and sglang; without a user name or password."""
+    api_key_env: str = ""
+    """The environment variable that holds the server's key, for vllm_http and sglang; the key itself stands nowhere."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantise: Literal["none", "fp8"] = "none"
     """Give the engine weights that were rounded to FP8 blocks, as FP8 rollouts have."""
@@ -64,6 +70,34 @@ class EngineConfig(Block):
     """A folder that engine and trainer both see, for new weights on their way; empty: shared memory if it has room."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Passed on to the engine as they are."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_without_password(cls, url: str) -> str:
+        try:
+            return checked_url(url) if url else url
+        except EngineError as error:
+            raise ConfigError(str(error)) from None
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _name_of_a_variable(cls, name: str) -> str:
+        if name and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(
+                "expected the name of an environment variable, such as SERVER_KEY; what came is none, and is not shown "
+                "here, since it may be the key itself"
+            )
+        return name
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_without_key(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if "api_key" in arguments:
+            raise ConfigError(
+                "api_key would stand in config.json and the report: put the key into an environment variable, and name "
+                "that as engine.api_key_env"
+            )
+        return arguments
 
 
 class EnvironmentConfig(Block):
@@ -264,6 +298,8 @@ def _problem(detail: dict[str, Any]) -> str:
     location = tuple(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(location)
+    if detail["type"] == "value_error":  # of our own checks, which say what may be shown of the input
+        return f"{'.'.join(location)}: {detail['ctx']['error']}"
     if detail["type"] in _EXPECTED:
         expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
     else:
@@ -272,6 +308,8 @@ def _problem(detail: dict[str, Any]) -> str:
         came = toml_text.write_value(detail["input"], "")
     except ConfigError:
         came = str(detail["input"])
+    if "@" in came:
+        came = "a value that is not shown here, since it may hold a password"
     came = came if len(came) <= 80 else came[:77] + "..."
     return f"{'.'.join(location)}: expected {expected}, got {came}"
 

@@ -112,6 +112,11 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
             )
     if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:
         yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs its server, as http://HOST:PORT'
+    if config.engine.api_key_env and config.engine.kind not in ("vllm_http", "sglang"):
+        yield (
+            f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
+            'leave it out, or set kind = "vllm_http" or "sglang"'
+        )
     if config.environment.kind == "jsonl":
         if not config.environment.file:
             yield 'environment.file is missing: environment.kind = "jsonl" reads its problems from there'

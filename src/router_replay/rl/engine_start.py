@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine
+from router_replay.engines.checks import vocabulary_of
 from router_replay.errors import ConfigError
 from router_replay.rl.config import TrainConfig
 from router_replay.spec import RouterSpec
@@ -69,17 +71,30 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
     if engine.kind == "vllm_http":
         from router_replay.engines.vllm_http import VllmHttpEngine
 
-        connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **engine.arguments)
+        connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
     else:
         from router_replay.engines.sglang import SglangEngine
 
-        connected = SglangEngine(engine.url, spec, version=version, **engine.arguments)
+        connected = SglangEngine(engine.url, spec, version=version, **_of_server(config, folder))
     try:
         connected.update_weights(str(folder), version)
     except BaseException:
         connected.close()
         raise
     return connected
+
+
+def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:
+    """What an engine behind a URL is told besides: the key, which stands in the environment only, and the vocabulary.
+
+    A server must not name tokens that the policy does not have.
+    """
+    name = config.engine.api_key_env
+    key = os.environ.get(name) if name else None
+    if name and not key:
+        raise ConfigError(f"engine.api_key_env = {name!r}: this environment variable is not set, or empty")
+    vocabulary = vocabulary_of(json.loads((folder / "config.json").read_text()))
+    return {"vocabulary": vocabulary, **config.engine.arguments, "api_key": key}
 
 
 @contextlib.contextmanager

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine
+from router_replay.engines.shared_memory import PREFIX as PREFIX
+from router_replay.engines.shared_memory import SHARED_MEMORY as SHARED_MEMORY
+from router_replay.engines.shared_memory import is_locked as _is_locked  # noqa: F401
+from router_replay.engines.shared_memory import own_prefix
+from router_replay.engines.shared_memory import sweep as sweep
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
 from router_replay.rl.config import EngineConfig
 
-SHARED_MEMORY = pathlib.Path("/dev/shm")
-PREFIX = "router-replay-"
 BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
 LARGEST = 448.0  # of float8_e4m3
 
@@ -38,7 +41,7 @@ class WeightSync:
         sweep(SHARED_MEMORY)
         bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
         where = _roomy(config.weights, bytes_of_two)
-        self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
+        self._root = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=where))
         in_use = os.open(self._root, os.O_RDONLY)
         fcntl.flock(in_use, fcntl.LOCK_SH)
         self._unlock = contextlib.ExitStack()
@@ -107,35 +110,6 @@ def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
             scale = block.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-12) / LARGEST
             out[place] = (block / scale).to(torch.float8_e4m3fn).float() * scale
     return out
-
-
-def sweep(folder: pathlib.Path) -> None:
-    """Remove what runs that were killed left in memory: named after a process that is no more, and locked by none.
-
-    A process of another container is not seen here, but its lock is.
-    """
-    for left in folder.glob(f"{PREFIX}*"):
-        process = left.name.removeprefix(PREFIX).partition("-")[0]
-        if not process.isdigit() or pathlib.Path("/proc", process).exists() or _is_locked(left):
-            continue
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
-
-
-def _is_locked(path: pathlib.Path) -> bool:
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # gone meanwhile, or somebody else's
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def _roomy(wanted: str, needed: int) -> str | None:

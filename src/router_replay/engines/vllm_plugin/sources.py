@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
+from router_replay.engines.shared_memory import SHARED_MEMORY
 from router_replay.errors import EngineError
 
-SHARED_MEMORY = pathlib.Path("/dev/shm")
 Index: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 # By the name in the index of shared memory, and by that in a safetensors file.
 DTYPES: dict[str, torch.dtype] = {
@@ -140,7 +140,7 @@ def _entry(tensor: str, told: Any, length: int) -> tuple[torch.dtype, tuple[int,
         raise EngineError(f'{tensor}: expected {{"dtype", "shape", "offset"}}, got {str(told)[:100]}') from error
     if dtype not in DTYPES:
         raise EngineError(f"{tensor}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, offset)):
+    if not all(type(number) is int and number >= 0 for number in (*shape, offset)):
         raise EngineError(f"{tensor}: shape {shape} and offset {offset} must be integers from 0 on")
     size = DTYPES[dtype].itemsize
     end = offset + math.prod(shape) * size

@@ -1,0 +1,119 @@
+"""Checks of single values that callers and servers give: each returns the plain Python value, or raises EngineError."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from router_replay.config import TEXT_FIELDS
+from router_replay.errors import EngineError
+
+TOKEN_LIMIT = 1 << 31  # no vocabulary is larger; engines keep token ids in int32 or int64
+VERSION_LIMIT = 1 << 63  # versions are stored as int64
+
+
+def integer(value: Any, name: str, lowest: int, below: int) -> int:
+    """An integer of any integer type in [lowest, below); no bool, no float, no text."""
+    try:
+        if _is_bool(value):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise EngineError(f"{name} must be an integer, got {shown(value)}") from None
+    if not lowest <= number < below:
+        raise EngineError(f"{name} must lie in [{lowest}, {below}), got {number}")
+    return number
+
+
+def number(value: Any, name: str) -> float:
+    """A finite number; no bool, no text."""
+    if _is_bool(value) or not isinstance(value, numbers.Real):
+        raise EngineError(f"{name} must be a number, got {shown(value)}")
+    if not math.isfinite(value):
+        raise EngineError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def flag(value: Any, name: str) -> bool:
+    if not _is_bool(value):
+        raise EngineError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def tokens(values: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
+    """Token ids as plain integers, from a sequence, an array or a tensor of one dimension."""
+    if hasattr(values, "tolist"):  # an array or a tensor; its floats and bools stay what they are
+        values = values.tolist()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise EngineError(f"{name} must be a sequence of token ids, got {shown(values)}")
+    values = tuple(values)
+    if set(map(type, values)) - {int}:
+        values = tuple(integer(value, f"{name}[{place}]", 0, TOKEN_LIMIT) for place, value in enumerate(values))
+    below = TOKEN_LIMIT if vocabulary is None else vocabulary
+    if values and not (min(values) >= 0 and max(values) < below):
+        place, wrong = next((place, value) for place, value in enumerate(values) if not 0 <= value < below)
+        raise EngineError(f"{name}: token ids must lie in [0, {below}), got {wrong} at position {place}")
+    return values
+
+
+def version(value: Any) -> int:
+    return integer(value, "a policy version", 0, VERSION_LIMIT)
+
+
+def vocabulary(value: Any) -> int | None:
+    return None if value is None else integer(value, "vocabulary", 1, TOKEN_LIMIT + 1)
+
+
+def seconds(value: Any, name: str) -> float:
+    """A time limit: zero or nothing would mean no limit at all."""
+    limit = number(value, name)
+    if limit <= 0:
+        raise EngineError(f"{name} must be above 0 seconds, got {value}")
+    return limit
+
+
+def request_ids(values: Any) -> list[str] | None:
+    """The names that an abort is given. A bare text would be taken for a list of letters, and abort nothing."""
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise EngineError(f"abort takes a list of request ids, or None for all, got {shown(values)}")
+    names = list(values)
+    for name in names:
+        if not isinstance(name, str):
+            raise EngineError(f"a request id is text, got {shown(name)}")
+    return names
+
+
+def folder(source: Any) -> str:
+    if not isinstance(source, str | os.PathLike):
+        raise EngineError(f"weights come from a Hugging Face folder, got {type(source).__name__}")
+    return os.fspath(source)
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    """The number of token ids of a model config, also of its text part; None where it does not say."""
+    sizes = [config.get("vocab_size")]
+    sizes += [vocabulary_of(config[name]) for name in TEXT_FIELDS if isinstance(config.get(name), Mapping)]
+    return max((size for size in sizes if type(size) is int and size > 0), default=None)
+
+
+def same_vocabulary(given: int | None, found: int | None) -> int | None:
+    """The one of the two that is known; they must not differ."""
+    if given is not None and found is not None and given != found:
+        raise EngineError(f"the vocabulary of the server's model has {found} tokens, the one that was given {given}")
+    return found if given is None else given
+
+
+def shown(value: Any) -> str:
+    """A value in an error: its kind, and no more of it than fits on a line."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
