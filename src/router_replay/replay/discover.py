@@ -79,7 +79,7 @@ def find_routers(model: nn.Module) -> Found:
     stack_name, left_live = _decoder_stack(by_stack, type(model).__name__)
     routers = []
     for name in by_stack[stack_name]:
-        reason = _not_decoder(name)
+        reason = not_decoder(name)
         if reason:
             left_live.append((name, reason))
         else:
@@ -120,7 +120,7 @@ def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
     return ""
 
 
-def _not_decoder(path: str) -> str | None:
+def not_decoder(path: str) -> str | None:
     parts = path.lower().split(".")
     return next(
         (reason for word, reason in families.NOT_DECODER.items() if any(word in part for part in parts)),
@@ -131,7 +131,7 @@ def _not_decoder(path: str) -> str | None:
 def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, list[tuple[str, str]]]:
     """The one stack that decodes text. The routers of every other stack stay live."""
     left_live: list[tuple[str, str]] = []
-    reasons = {stack: _not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
+    reasons = {stack: not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
     candidates = [stack for stack in by_stack if not reasons.get(stack)]
     decoders = [stack for stack in candidates if "encoder" not in stack.lower().split(".")]
     if len(candidates) > 1 and decoders:
