@@ -112,9 +112,7 @@ def fsdp1(model: Any, *, use_orig_params: bool, layers: bool = True) -> dict[str
     """Parameters are flat outside a pass. An optimizer step shows their gradients: the weights move by them."""
     policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer}) if layers else None
     cpu = torch.device("cpu")
-    wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu
-    )
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu)
 
     def weights() -> dict[str, Any]:
         with FullyShardedDataParallel.summon_full_params(wrapped):

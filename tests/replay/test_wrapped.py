@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM, GptOssModel
 
@@ -62,6 +63,12 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def flat(model: nn.Module) -> nn.Module:
+    """FSDP1 with flat parameters, and a unit around the output matrix."""
+    policy = CustomPolicy(lambda module: module in (model.lm_head, *model.model.layers))
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True),
     "module": Holder,
@@ -75,7 +82,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "ddp": nn.parallel.DistributedDataParallel,
     "ddp over peft": lambda model: nn.parallel.DistributedDataParallel(lora(model)),
     "fsdp2": sharded,
+    "fsdp1": flat,
 }
+NO_GRADIENTS = ("accelerate offloading", "fsdp1")  # hooks that take weights away; tests/replay/test_parallel.py
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +140,7 @@ def test_logprobs_through_a_wrapper_are_those_of_its_own_logits(wrapper: str) ->
     assert torch.allclose(found[:-1], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if "offloading" not in name])
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name not in NO_GRADIENTS])
 def test_routes_replay_through_a_wrapper_with_the_gradients_of_the_model_inside(wrapper: str) -> None:
     plain, inside = tiny.make("gpt_oss").model, tiny.make("gpt_oss").model
     wrapped = WRAPPERS[wrapper](inside)

@@ -83,8 +83,8 @@ def _refuse_numbers(temperature: Any, vocabulary_piece: Any) -> None:
         )
     if not _is_number(vocabulary_piece, numbers.Integral) or vocabulary_piece < 1:
         raise ReplayError(
-            f"vocabulary_piece must be an integer from 1 on, got {vocabulary_piece!r}: it is the number of tokens of the "
-            "vocabulary whose logits exist at once"
+            f"vocabulary_piece must be an integer from 1 on, got {vocabulary_piece!r}: it is how much of the "
+            "vocabulary has logits at one time"
         )
 
 

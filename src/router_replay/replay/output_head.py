@@ -74,7 +74,9 @@ def _alone(head: nn.Module, name: str) -> Iterator[None]:
     thread = threading.get_ident()
     with _CHANGED:
         if _BUSY.get(head) == thread:
-            raise ReplayError(f"logprobs() was called on {name} inside a forward pass that logprobs() itself runs on it")
+            raise ReplayError(
+                f"logprobs() was called on {name} inside a forward pass that logprobs() itself runs on it"
+            )
         _CHANGED.wait_for(lambda: head not in _BUSY)
         _BUSY[head] = thread
     try:

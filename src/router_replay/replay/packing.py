@@ -85,10 +85,12 @@ def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None
 
     Compiled code is not looked into: it passes on what the same wrapper passes on uncompiled.
     """
-    decoder = decoder_of(model)
-    if decoder is None or arguments["position_ids"].ndim == 2 and not is_packed(arguments["position_ids"]):
+    positions = arguments["position_ids"]
+    if not is_packed(positions.reshape(-1, positions.shape[-1])[:1]):
         yield
         return
+    decoder = decoder_of(model)
+    assert decoder is not None  # packed_arguments refused it
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
