@@ -65,6 +65,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def flat(model: nn.Module) -> nn.Module:
     """FSDP1 with flat parameters, and a unit around the output matrix."""
+    model.requires_grad_(True)  # the bias of afmoe is frozen, and one flat parameter takes no frozen part
     policy = CustomPolicy(lambda module: module in (model.lm_head, *model.model.layers))
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 

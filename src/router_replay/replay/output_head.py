@@ -74,9 +74,7 @@ def _alone(head: nn.Module, name: str) -> Iterator[None]:
     thread = threading.get_ident()
     with _CHANGED:
         if _BUSY.get(head) == thread:
-            raise ReplayError(
-                f"logprobs() was called on {name} inside a forward pass that logprobs() itself runs on it"
-            )
+            raise ReplayError(f"logprobs() was called on {name} inside a forward pass of its own on the same model")
         _CHANGED.wait_for(lambda: head not in _BUSY)
         _BUSY[head] = thread
     try:
@@ -110,8 +108,8 @@ def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callab
             return plain(hidden)  # another thread uses the model in the ordinary way
         if task.found:
             raise ReplayError(
-                f"the output matrix ({head}) is made of several, as with a LoRA adapter on it, or is called twice: merge "
-                "the adapter, leave the output matrix out of its targets, or compute log-probs from the model's logits"
+                f"the output matrix ({head}) is made of several, as with a LoRA adapter on it, or is called twice: "
+                "merge the adapter, leave the output matrix out of its targets, or use the model's own logits"
             )
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         if len(hidden_TH) != len(task.labels_T):

@@ -52,8 +52,8 @@ class Ulysses:
         reason = why_not_packed(model)
         if reason:
             raise ReplayError(
-                f"{type(inner).__name__} cannot be sequence parallel ({reason}): cutting the sequence would be silently "
-                "wrong"
+                f"{type(inner).__name__} cannot be sequence parallel ({reason}): cutting the sequence would be "
+                "silently wrong"
             )
         config = inner.config.get_text_config()
         if config.num_attention_heads % self.size:
