@@ -46,9 +46,15 @@ def make_batch(samples: tuple[int, ...] = (0, 1, 2, 3)) -> Batch:
 TOTAL = sum(int((make_batch((n,))).label_mask.sum()) for n in range(4))
 
 
-def run(model: Any, batch: Batch, whole: Batch | None = None, ulysses: Ulysses | None = None) -> dict[str, Any]:
+def run(
+    model: Any,
+    batch: Batch,
+    whole: Batch | None = None,
+    ulysses: Ulysses | None = None,
+    replayer: RouterReplay | None = None,
+) -> dict[str, Any]:
     """Loss and backward under forced routes; what the routers used, by their own record."""
-    replayer = RouterReplay(model, agreement=True)
+    replayer = replayer or RouterReplay(model, agreement=True)
     arguments = ulysses.arguments(whole or batch) if ulysses else {}
     with replayer.replay(batch), replayer.record() as recording:
         out = logprobs(model, batch, **arguments)
@@ -108,8 +114,9 @@ def ddp(model: Any, **options: Any) -> dict[str, Any]:
     return averaged(run(nn.parallel.DistributedDataParallel(model, **options), part()))
 
 
-def fsdp1(model: Any, *, use_orig_params: bool, layers: bool = True) -> dict[str, Any]:
+def fsdp1(model: Any, *, use_orig_params: bool, layers: bool = True, wrapped_later: bool = False) -> dict[str, Any]:
     """Parameters are flat outside a pass. An optimizer step shows their gradients: the weights move by them."""
+    replayer = RouterReplay(model, agreement=True) if wrapped_later else None
     policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer}) if layers else None
     cpu = torch.device("cpu")
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu)
@@ -119,7 +126,7 @@ def fsdp1(model: Any, *, use_orig_params: bool, layers: bool = True) -> dict[str
             return {name: parameter.detach().clone() for name, parameter in wrapped.named_parameters()}
 
     before, optimizer = weights(), torch.optim.SGD(wrapped.parameters(), lr=1.0)
-    result = run(wrapped, part())
+    result = run(wrapped, part(), replayer=replayer)
     optimizer.step()
     result["grads"] = {name: before[name] - after for name, after in weights().items()}
     return averaged(result)
@@ -154,6 +161,7 @@ EVERY_GRADIENT: dict[str, Callable[[str], dict[str, Any]]] = {
     "fsdp1_flat": lambda folder: fsdp1(load(folder), use_orig_params=False),
     "fsdp1_flat_checkpointed": lambda folder: fsdp1(checkpointed(folder), use_orig_params=False),
     "fsdp1_flat_root_only": lambda folder: fsdp1(load(folder), use_orig_params=False, layers=False),
+    "fsdp1_flat_wrapped_later": lambda folder: fsdp1(load(folder), use_orig_params=False, wrapped_later=True),
     "fsdp1_original": lambda folder: fsdp1(load(folder), use_orig_params=True),
     "fsdp1_original_checkpointed": lambda folder: fsdp1(checkpointed(folder), use_orig_params=True),
 }
