@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedModel
@@ -338,3 +340,46 @@ def test_a_call_inside_a_call_is_refused_and_leaves_the_head_as_it_was() -> None
     assert "forward" not in vars(model.lm_head)
     assert isinstance(model, PreTrainedModel)
     assert logprobs(model, batch).isfinite().all()
+
+
+def wrap_parts(model: nn.Module, names: tuple[str, ...], wrap: Callable[[nn.Module], nn.Module]) -> Any:
+    for name, module in list(model.named_modules()):
+        if name.rsplit(".", 1)[-1] in names and not hasattr(module, "text_moe"):  # ernie looks at that one's class
+            model.set_submodule(name, wrap(module))
+    return model
+
+
+BLOCKS, ROUTERS = ("mlp", "ffn", "feed_forward", "text_moe"), ("gate", "router")
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "blocks compiled": lambda model: wrap_parts(model, BLOCKS, lambda part: torch.compile(part, backend="eager")),
+    "blocks checkpointed": lambda model: wrap_parts(model, BLOCKS, checkpoint_wrapper),
+    "routers checkpointed": lambda model: wrap_parts(model, ROUTERS, checkpoint_wrapper),
+    "lora on all matrices": lambda model: peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    ),
+    "lora on router weights": lambda model: peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["gate.weight"])
+    ),
+}
+
+
+NOT_POSSIBLE = {  # dbrx loops over experts in Python, its attention has no q_proj, its router no weight of its own
+    ("dbrx", "blocks compiled"),
+    ("dbrx", "lora on router weights"),
+}
+FAMILIES_BY_NAMING = ("dbrx", "ernie4_5_vl_moe", "jamba", "minimax", "qwen3_moe")
+
+
+@pytest.mark.parametrize(("family", "part"), sorted(set(itertools.product(FAMILIES_BY_NAMING, PARTS)) - NOT_POSSIBLE))
+def test_routers_are_found_inside_wrapped_parts_of_a_model(family: str, part: str) -> None:
+    """Each of these families names its router in another way."""
+    model = tiny.make(family)
+    spec = RouterReplay(tiny.make(family).model).spec
+    model.model = PARTS[part](model.model)
+    replayer = RouterReplay(model.model)
+    assert replayer.spec == spec
+    routes = random_routes(model.tokens, spec)
+    with replayer.replay(routes), replayer.record() as recorded:
+        model.forward().sum().backward()
+    assert recorded.routes.same_sets(routes)
+    assert set(replayer.stats.rows_replayed) == {model.tokens}

@@ -69,5 +69,8 @@ NOT_DECODER = {
 }
 ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder tokens"
 
+# What wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation checkpointing, PEFT.
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+
 # Where a layer holds two routers, the order in which its forward calls them.
 CALL_ORDER = ("self_attention", "self_attn", "mlp")
