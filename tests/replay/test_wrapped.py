@@ -81,13 +81,15 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "peft that trains the output matrix": lambda model: lora(model, modules_to_save=["lm_head"]),
     "peft in compile": lambda model: torch.compile(lora(model), backend="eager"),
     "accelerate": lambda model: accelerate.Accelerator(cpu=True).prepare(model),
+    "accelerate in bfloat16": lambda model: accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model),
     "accelerate offloading": offloaded,
     "ddp": nn.parallel.DistributedDataParallel,
     "ddp over peft": lambda model: nn.parallel.DistributedDataParallel(lora(model)),
     "fsdp2": sharded,
     "fsdp1": flat,
 }
-NO_GRADIENTS = ("accelerate offloading", "fsdp1")  # hooks that take weights away; tests/replay/test_parallel.py
+# Other numbers, or hooks that take weights away; tests/replay/test_parallel.py has the gradients of FSDP1.
+NO_GRADIENTS = ("accelerate in bfloat16", "accelerate offloading", "fsdp1")
 
 
 @pytest.fixture(autouse=True)
@@ -295,39 +297,41 @@ def test_ulysses_asks_the_model_inside() -> None:
 
 
 def test_threads_on_one_model_each_get_their_own_logprobs() -> None:
+    """The first is stopped in the middle of its pass while the others come, and ends before them."""
     model = tiny.make("qwen3_moe").model.eval()
     batches = [pack([sample], 64) for sample in samples()]
     with torch.no_grad():
         expected = [logprobs(model, batch) for batch in batches]
-    inside, go_on = threading.Event(), threading.Event()
-    head = model.get_output_embeddings()
+    inside = [threading.Event() for _ in batches]
+    go_on = [threading.Event() for _ in batches]
+    results: dict[int, torch.Tensor] = {}
 
     def hold(*_: Any) -> None:
-        inside.set()
-        go_on.wait(60)
-
-    hook = head.register_forward_pre_hook(hold)
-    results: dict[int, Any] = {}
+        name = threading.current_thread().name
+        if name.isdigit():
+            inside[int(name)].set()
+            go_on[int(name)].wait(60)
 
     def work(number: int) -> None:
         with torch.no_grad():
             results[number] = logprobs(model, batches[number])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    threads[0].start()
-    assert inside.wait(60)
-    hook.remove()
-    threads[1].start()
-    threads[2].start()
+    model.model.register_forward_hook(hold)
+    threads = [threading.Thread(target=work, args=(number,), name=str(number)) for number in range(3)]
+    for thread, event, patience in zip(threads, inside, (60, 0.2, 0.2), strict=True):
+        thread.start()
+        event.wait(patience)  # the later ones wait for the first; if they did not, they would be here now
     with torch.no_grad():  # and who asks for logits gets logits
         logits = model(input_ids=torch.full((1, LENGTHS[0]), 5), use_cache=False).logits
     assert logits.shape[-1] == tiny.VOCAB
-    go_on.set()
+    for number, thread in enumerate(threads):
+        go_on[number].set()
+        thread.join(60 if number == 0 else 0.2)
     for thread in threads:
         thread.join(60)
     for number, values in enumerate(expected):
         assert torch.equal(results[number], values)
-    assert "forward" not in vars(head)
+    assert "forward" not in vars(model.get_output_embeddings())
 
 
 def test_a_call_inside_a_call_is_refused_and_leaves_the_head_as_it_was() -> None:
