@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from router_replay import RouterSpec, Sample, pack
+from router_replay import RouterSpec, Routes, Sample, pack
+from router_replay.batch.tensors import TensorRoutes
+from router_replay.errors import RoutesError
 from tests.makers import random_routes
 
 
@@ -21,3 +23,24 @@ def test_tensors_are_writable_and_narrow(experts: int, dtype: torch.dtype) -> No
     tensors.token_ids.zero_()
     assert np.array_equal(batch.routes.ids, before)
     assert batch.token_ids.any()
+
+
+def test_the_host_knows_whether_any_row_is_captured() -> None:
+    spec = RouterSpec(8, 2, (0, 1))
+    some = Routes(random_routes(4, spec).ids, spec, captured=np.array([False, False, True, False]))
+    for routes, expected in ((Routes.missing(4, spec), False), (some, True), (random_routes(4, spec), True)):
+        made = TensorRoutes.from_routes(routes)
+        assert made.any_captured is expected
+        by_hand = TensorRoutes(made.ids, made.captured, spec, routes.all_captured)
+        assert by_hand.any_captured is expected
+    assert TensorRoutes.from_routes(Routes.missing(0, spec)).any_captured is False
+
+
+def test_tensors_that_are_no_routes_are_refused() -> None:
+    spec = RouterSpec(8, 2, (0, 1))
+    ids, captured = torch.zeros(4, 2, 2, dtype=torch.uint8), torch.ones(4, dtype=torch.bool)
+    with pytest.raises(RoutesError, match=r"\[rows, 2, 2\], got \[4, 2, 3\]"):
+        TensorRoutes(torch.zeros(4, 2, 3, dtype=torch.uint8), captured, spec, True)
+    for wrong in (captured[:3], captured.to(torch.uint8)):  # ~ of a byte is true for every row
+        with pytest.raises(RoutesError, match=r"captured must be \[4\] of torch.bool"):
+            TensorRoutes(ids, wrong, spec, False)

@@ -98,3 +98,25 @@ def test_weights_that_do_not_fit_are_refused_and_touch_nothing(
     assert landed(running).finish_reason == "length"
     assert engine.version == 3
     assert same(one(engine, Request(prompt(), GREEDY)), landed(running))
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, policy: torch.nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.policy(**inputs)
+
+
+def test_a_wrapped_model_generates_and_takes_weights_like_the_model_inside(checkpoints: Checkpoints) -> None:
+    wrapped = Holder(AutoModelForCausalLM.from_pretrained(checkpoints.a))
+    with EmbeddedEngine(checkpoints.a) as plain, EmbeddedEngine(wrapped) as engine:
+        assert same(one(engine, Request(prompt(), GREEDY)), one(plain, Request(prompt(), GREEDY)))
+        plain.update_weights(checkpoints.b, 1)
+        expected = one(plain, Request(prompt(), GREEDY))
+        for version, source in enumerate((checkpoints.b, Holder(AutoModelForCausalLM.from_pretrained(checkpoints.b)))):
+            engine.update_weights(source, version + 1)
+            found = one(engine, Request(prompt(), GREEDY))
+            assert np.array_equal(found.token_ids, expected.token_ids)
+            assert np.array_equal(found.logprobs, expected.logprobs)

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from router_replay import RouterReplay, RouterSpec, Routes, Sample, logprobs, pack
 from router_replay.batch import Batch
@@ -43,9 +46,15 @@ def make_batch(samples: tuple[int, ...] = (0, 1, 2, 3)) -> Batch:
 TOTAL = sum(int((make_batch((n,))).label_mask.sum()) for n in range(4))
 
 
-def run(model: Any, batch: Batch, whole: Batch | None = None, ulysses: Ulysses | None = None) -> dict[str, Any]:
+def run(
+    model: Any,
+    batch: Batch,
+    whole: Batch | None = None,
+    ulysses: Ulysses | None = None,
+    replayer: RouterReplay | None = None,
+) -> dict[str, Any]:
     """Loss and backward under forced routes; what the routers used, by their own record."""
-    replayer = RouterReplay(model, agreement=True)
+    replayer = replayer or RouterReplay(model, agreement=True)
     arguments = ulysses.arguments(whole or batch) if ulysses else {}
     with replayer.replay(batch), replayer.record() as recording:
         out = logprobs(model, batch, **arguments)
@@ -56,10 +65,10 @@ def run(model: Any, batch: Batch, whole: Batch | None = None, ulysses: Ulysses |
     used, asked = recording.routes, batch.routes
     captured = asked.captured
     exact = np.array_equal(used.ids[captured], asked.ids[captured])
-    gates = {name: p.grad for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
-    gates = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for name, g in gates.items()}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for name, g in found.items()}
     stats = replayer.stats
-    return {"loss": loss.detach(), "gates": gates, "exact": exact, "rows": stats.rows_replayed, "live": stats.rows_live}
+    return {"loss": loss.detach(), "grads": grads, "exact": exact, "rows": stats.rows_replayed, "live": stats.rows_live}
 
 
 def load(folder: str, config: DistributedConfig | None = None) -> Any:
@@ -70,33 +79,57 @@ def load(folder: str, config: DistributedConfig | None = None) -> Any:
 def summed(result: dict[str, Any]) -> dict[str, Any]:
     """Each rank had a part of the tokens: losses and gradients add up."""
     dist.all_reduce(result["loss"])
-    for gradient in result["gates"].values():
+    for gradient in result["grads"].values():
         dist.all_reduce(gradient)
     return result
 
 
-def fsdp2(folder: str) -> dict[str, Any]:
-    model = load(folder)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    result = run(model, make_batch(((0, 1), (2, 3))[dist.get_rank()]))
+def averaged(result: dict[str, Any]) -> dict[str, Any]:
+    """As above, and the wrapper took the mean of the gradients, whose names it changed."""
     dist.all_reduce(result["loss"])
-    result["gates"] = {name: gradient * 2 for name, gradient in result["gates"].items()}  # FSDP2 averages
+    plain = {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): name for name in result["grads"]}
+    result["grads"] = {name: result["grads"][wrapped] * 2 for name, wrapped in plain.items()}
     return result
 
 
-def fsdp2_checkpointed(folder: str) -> dict[str, Any]:
-    """Layers sharded and recomputed; the replay block is closed before backward runs."""
+def part() -> Batch:
+    return make_batch(((0, 1), (2, 3))[dist.get_rank()])
+
+
+def checkpointed(folder: str) -> Any:
+    """Layers are recomputed in backward, after the replay block was closed."""
     model = load(folder).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def fsdp2(model: Any) -> dict[str, Any]:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    result = run(model, make_batch(((0, 1), (2, 3))[dist.get_rank()]))
-    dist.all_reduce(result["loss"])
-    result["gates"] = {name: gradient * 2 for name, gradient in result["gates"].items()}
-    return result
+    return averaged(run(model, part()))
+
+
+def ddp(model: Any, **options: Any) -> dict[str, Any]:
+    return averaged(run(nn.parallel.DistributedDataParallel(model, **options), part()))
+
+
+def fsdp1(model: Any, *, use_orig_params: bool, layers: bool = True, wrapped_later: bool = False) -> dict[str, Any]:
+    """Parameters are flat outside a pass. An optimizer step shows their gradients: the weights move by them."""
+    replayer = RouterReplay(model, agreement=True) if wrapped_later else None
+    policy = ModuleWrapPolicy({Qwen3MoeDecoderLayer}) if layers else None
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu)
+
+    def weights() -> dict[str, Any]:
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            return {name: parameter.detach().clone() for name, parameter in wrapped.named_parameters()}
+
+    before, optimizer = weights(), torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    result = run(wrapped, part(), replayer=replayer)
+    optimizer.step()
+    result["grads"] = {name: before[name] - after for name, after in weights().items()}
+    return averaged(result)
 
 
 def tensor_parallel(folder: str) -> dict[str, Any]:
@@ -118,9 +151,22 @@ def ulysses(folder: str) -> dict[str, Any]:
     return summed(run(model, whole.shard(dist.get_rank(), 2), whole, Ulysses(model)))
 
 
+# Each parameter of these is whole, or can be made whole: all gradients are compared, not the routers' alone.
+EVERY_GRADIENT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "fsdp2": lambda folder: fsdp2(load(folder)),
+    "fsdp2_checkpointed": lambda folder: fsdp2(checkpointed(folder)),
+    "ddp": lambda folder: ddp(load(folder)),
+    "ddp_checkpointed": lambda folder: ddp(checkpointed(folder)),
+    "ddp_unused": lambda folder: ddp(load(folder), find_unused_parameters=True),
+    "fsdp1_flat": lambda folder: fsdp1(load(folder), use_orig_params=False),
+    "fsdp1_flat_checkpointed": lambda folder: fsdp1(checkpointed(folder), use_orig_params=False),
+    "fsdp1_flat_root_only": lambda folder: fsdp1(load(folder), use_orig_params=False, layers=False),
+    "fsdp1_flat_wrapped_later": lambda folder: fsdp1(load(folder), use_orig_params=False, wrapped_later=True),
+    "fsdp1_original": lambda folder: fsdp1(load(folder), use_orig_params=True),
+    "fsdp1_original_checkpointed": lambda folder: fsdp1(checkpointed(folder), use_orig_params=True),
+}
 KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "fsdp2": fsdp2,
-    "fsdp2_checkpointed": fsdp2_checkpointed,
+    **EVERY_GRADIENT,
     "tensor_parallel": tensor_parallel,
     "expert_parallel_masking": expert_parallel_masking,
     "expert_parallel_dispatch": expert_parallel_dispatch,

@@ -122,3 +122,39 @@ def test_a_model_that_treats_its_logits_in_an_unknown_way_is_refused() -> None:
     with pytest.raises(ReplayError, match="changes its logits in a way"):
         logprobs(model, pack(samples((5,)), 8))
     assert "forward" not in vars(model.get_output_embeddings())  # the head is as before
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf"), "1", None, True, 1j])
+def test_a_temperature_that_divides_nothing_is_refused(temperature) -> None:
+    with pytest.raises(ReplayError, match="temperature must be a finite number above 0, got"):
+        logprobs(qwen(), pack(samples((5,)), 8), temperature=temperature)
+
+
+@pytest.mark.parametrize("piece", [0, -1, 2.5, "8", None, True, float("nan")])
+def test_a_piece_of_the_vocabulary_that_is_none_is_refused(piece) -> None:
+    with pytest.raises(ReplayError, match="vocabulary_piece must be an integer from 1 on, got"):
+        logprobs(qwen(), pack(samples((5,)), 8), vocabulary_piece=piece)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model, batch = qwen(), pack(samples((5,)), 8)
+    plain = logprobs(model, batch, temperature=0.5, vocabulary_piece=7)
+    given = logprobs(model, batch, temperature=np.float32(0.5), vocabulary_piece=np.int64(7))
+    assert torch.equal(plain, given)
+
+
+@pytest.mark.parametrize("label", [-1, 97])
+def test_a_label_that_is_no_token_is_refused(label: int) -> None:
+    tensors = pack(samples((5,)), 8).to_torch()
+    tensors.labels[2] = label
+    with pytest.raises(ReplayError, match=f"label of slot 2 is {label}: the output matrix has 97 tokens"):
+        logprobs(qwen(), tensors)
+
+
+def test_a_pass_that_fails_leaves_the_head_as_it_was() -> None:
+    model = qwen()
+    model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):  # the second one does not wait for the first
+        with pytest.raises(ZeroDivisionError):
+            logprobs(model, pack(samples((5,)), 8))
+    assert "forward" not in vars(model.lm_head)

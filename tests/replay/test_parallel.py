@@ -63,10 +63,12 @@ def test_two_processes_equal_one(kind: str, alone: dict, together: list[dict]) -
         assert "error" not in result[kind], result[kind]["error"]
         assert result[kind]["exact"], "other experts were used than the routes said"
         assert torch.allclose(result[kind]["loss"], alone["loss"], atol=1e-5)
-        assert set(result[kind]["gates"]) == set(alone["gates"])
-        for name, gradient in alone["gates"].items():
+        gates = {name for name in alone["grads"] if name.endswith("mlp.gate.weight")}
+        assert len(gates) == 2
+        for name in alone["grads"] if kind in worker.EVERY_GRADIENT else gates:
+            gradient = alone["grads"][name]
             assert gradient.abs().max() > 1e-4
-            assert torch.allclose(result[kind]["gates"][name], gradient, atol=1e-5), name
+            assert torch.allclose(result[kind]["grads"][name], gradient, atol=1e-5), name
     replayed = [result[kind]["rows"][0] for result in together]
     whole = alone["rows"][0]
     assert replayed == [whole, whole] or sum(replayed) == whole  # the same tokens on both ranks, or a part each

@@ -221,10 +221,15 @@ def test_bad_routes_raise_before_the_forward(model: tiny.Tiny, replayer: RouterR
         model.forward()
     with pytest.raises(ReplayError, match="NoneType"), replayer.replay(None):
         model.forward()
-    with pytest.raises(ReplayError, match="none of the 12 rows"), replayer.replay(Routes.missing(rows, spec)):
-        model.forward()
+    missing = Routes.missing(rows, spec)
+    for given in (missing, TensorRoutes.from_routes(missing)):
+        with pytest.raises(ReplayError, match="none of the 12 rows"), replayer.replay(given, on_missing="live"):
+            model.forward()
     meta = TensorRoutes(
-        torch.zeros(rows, 3, 3, dtype=torch.uint8, device="meta"), torch.ones(rows, device="meta"), spec, True
+        torch.zeros(rows, 3, 3, dtype=torch.uint8, device="meta"),
+        torch.ones(rows, dtype=torch.bool, device="meta"),
+        spec,
+        True,
     )
     with pytest.raises(ReplayError, match=r"meta.*cpu"), replayer.replay(meta):
         model.forward()

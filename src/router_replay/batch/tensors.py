@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from router_replay.batch.types import PER_SLOT, Batch
+from router_replay.errors import RoutesError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
@@ -17,19 +18,34 @@ from router_replay.spec import RouterSpec
 class TensorRoutes:
     """Routes on a device: `ids` [T, L, K] in the narrow dtype, `captured` [T] bool.
 
-    `all_captured` is known on the host, so that nothing has to ask the device.
+    `all_captured` and `any_captured` are known on the host, so that no replay has to ask the device. Where
+    `any_captured` is not given, the device is asked once, here.
     """
 
     ids: torch.Tensor
     captured: torch.Tensor
     spec: RouterSpec
     all_captured: bool
+    any_captured: bool | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = len(self.ids), (len(self.spec.layers), self.spec.top_k)
+        if self.ids.shape != (rows, *columns):
+            raise RoutesError(f"ids must be [rows, {columns[0]}, {columns[1]}], got {list(self.ids.shape)}")
+        if self.captured.shape != (rows,) or self.captured.dtype != torch.bool:
+            raise RoutesError(
+                f"captured must be [{rows}] of torch.bool, one per row of ids, got {list(self.captured.shape)} of "
+                f"{self.captured.dtype}"
+            )
+        if self.any_captured is None:
+            known = self.all_captured or not rows
+            object.__setattr__(self, "any_captured", rows > 0 if known else bool(self.captured.any()))
 
     @classmethod
     def from_routes(cls, routes: Routes, device: Any = "cpu") -> TensorRoutes:
         ids = _writable(routes.ids).to(device, non_blocking=True)
         captured = _writable(routes.captured).to(device, non_blocking=True)
-        return cls(ids, captured, routes.spec, routes.all_captured)
+        return cls(ids, captured, routes.spec, routes.all_captured, any(routes.captured_runs.values))
 
     def __len__(self) -> int:
         return len(self.ids)

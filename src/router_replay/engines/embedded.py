@@ -31,6 +31,7 @@ from router_replay.engines.embedded_schedule import Barrier, Schedule
 from router_replay.engines.embedded_weights import Source, copy_in_place, refuse_folder, stage
 from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
+from router_replay.replay.inner import inner_model
 
 Future = concurrent.futures.Future
 logger = logging.getLogger(__name__)
@@ -64,14 +65,15 @@ class EmbeddedEngine(Engine):
             model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
         elif load_arguments:
             raise EngineError(f"{', '.join(load_arguments)}: arguments of loading, and the model is loaded already")
-        if model.get_output_embeddings() is None or "decoder_input_ids" in signature(type(model).forward).parameters:
-            raise EngineError(f"{type(model).__name__} is no decoder with a language-model head: it cannot generate")
-        why = why_one_at_a_time(model.config)
+        inner = inner_model(model)  # of torch.compile, PEFT and other wrappers
+        if inner.get_output_embeddings() is None or "decoder_input_ids" in signature(type(inner).forward).parameters:
+            raise EngineError(f"{type(inner).__name__} is no decoder with a language-model head: it cannot generate")
+        why = why_one_at_a_time(inner.config)
         why = f"samples are generated one at a time: {why}" if why else ""
-        text = model.config.get_text_config(decoder=True)
+        text = inner.config.get_text_config(decoder=True)
         self._max_length: int = max_length or getattr(text, "max_position_embeddings", None) or 1 << 62
-        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        self._end_of_sequence = _end_of_sequence(model) if eos_token_id is None else _ids(eos_token_id)
+        self.vocabulary: int = inner.get_input_embeddings().weight.shape[0]
+        self._end_of_sequence = _end_of_sequence(inner) if eos_token_id is None else _ids(eos_token_id)
         self._model = model.eval()
         self._replayer = RouterReplay(model)
         self.spec = self._replayer.spec
@@ -142,7 +144,7 @@ class EmbeddedEngine(Engine):
         self._when_settled(
             in_flight,
             act=lambda: self._swap(staged, version),
-            prepare=lambda: staged.update(stage(self._model, source)),
+            prepare=lambda: staged.update(stage(inner_model(self._model), source)),
         )
 
     def close(self) -> None:
@@ -219,7 +221,7 @@ class EmbeddedEngine(Engine):
 
     def _swap(self, tensors: dict[str, Any], version: int) -> None:
         try:
-            copy_in_place(self._model, tensors)
+            copy_in_place(inner_model(self._model), tensors)
         except Exception as error:
             broken = f"copying the weights of version {version} failed half-way: {error}; start a new engine"
             self._schedule.broken = broken

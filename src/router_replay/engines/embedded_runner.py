@@ -22,6 +22,7 @@ from router_replay.engines.embedded_samples import Flight, Sample
 from router_replay.engines.embedded_sampling import draw
 from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
+from router_replay.replay.inner import inner_model
 from router_replay.routes import Routes
 
 
@@ -30,9 +31,10 @@ class Runner:
 
     def __init__(self, model: Any, replayer: RouterReplay, *, one_at_a_time: bool) -> None:
         self._model = model
+        self._inner = inner_model(model)
         self._replayer = replayer
         self._own_cache = one_at_a_time  # of a class that the model alone knows
-        self._last_logits_only = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._last_logits_only = "logits_to_keep" in inspect.signature(type(self._inner).forward).parameters
         self._cache = RaggedCache()
         self.samples: list[Sample] = []
 
@@ -40,9 +42,9 @@ class Runner:
         """Compute the prompts of these samples, which are of one length, and let them join with a token each."""
         flights = list(dict.fromkeys(sample.flight for sample in samples))
         length = len(flights[0].tokens)
-        cache = None if self._own_cache else DynamicCache(config=self._model.config)
+        cache = None if self._own_cache else DynamicCache(config=self._inner.config)
         try:
-            tokens_GT = torch.tensor([flight.tokens for flight in flights], device=self._model.device)
+            tokens_GT = torch.tensor([flight.tokens for flight in flights], device=self._inner.device)
             positions_GT = torch.arange(length, device=tokens_GT.device).expand_as(tokens_GT)
             forced = _forced(flights, self._replayer)
             logits_GV, rows, cache = self._forward(tokens_GT, positions_GT, None, cache, forced)
@@ -60,7 +62,7 @@ class Runner:
 
     def decode(self, version: int) -> None:
         """One more token for every running sample."""
-        cache, device = self._cache, self._model.device
+        cache, device = self._cache, self._inner.device
         try:
             tokens_B1 = torch.tensor([[sample.tokens[-1]] for sample in self.samples], device=device)
             mask = cache.mask(device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from router_replay.errors import EngineError
+from router_replay.replay.inner import inner_model
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a checker may not see
 SHOWN = 5
@@ -36,7 +37,7 @@ def refuse_folder(source: Any) -> None:
 def stage(model: Any, source: Source) -> dict[str, Any]:
     """A tensor of the right shape for every name in the model's state dict, or EngineError that says what is wrong."""
     if isinstance(source, nn.Module):
-        return _fitting(model, source.state_dict(), type(source).__name__)
+        return _fitting(model, inner_model(source).state_dict(), type(source).__name__)
     if isinstance(source, Mapping):
         return _fitting(model, source, "the state dict")
     folder = os.fspath(source)

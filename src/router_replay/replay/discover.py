@@ -79,7 +79,7 @@ def find_routers(model: nn.Module) -> Found:
     stack_name, left_live = _decoder_stack(by_stack, type(model).__name__)
     routers = []
     for name in by_stack[stack_name]:
-        reason = _not_decoder(name)
+        reason = not_decoder(name)
         if reason:
             left_live.append((name, reason))
         else:
@@ -107,9 +107,27 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
     found: dict[str, Where] = {}
     for name, module in modules.items():
         for (target, suffix), where in targets.items():
-            if isinstance(module, target) and (suffix is None or name.endswith(suffix)) and not where.skip:
+            if isinstance(module, target) and (suffix is None or _plain(name).endswith(suffix)) and not where.skip:
                 found[name] = where
     return found
+
+
+def _plain(name: str) -> str:
+    """The name that a module has where nothing is wrapped."""
+    return ".".join(part for part in name.split(".") if part not in families.WRAPPER_PARTS)
+
+
+def _chooser(name: str, where: Where, modules: dict[str, nn.Module]) -> str:
+    """From the name of the module that a family names as its router to the one that chooses."""
+    if where.parent:
+        while name.rsplit(".", 1)[-1] in families.WRAPPER_PARTS:
+            name = name.rsplit(".", 1)[0]
+        return name.rsplit(".", 1)[0]
+    for part in where.child.split(".") if where.child else ():
+        name = f"{name}.{part}"
+        while inside := [f"{name}.{wrapper}" for wrapper in families.WRAPPER_PARTS if f"{name}.{wrapper}" in modules]:
+            name = inside[0]
+    return name
 
 
 def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
@@ -121,7 +139,7 @@ def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
     return ""
 
 
-def _not_decoder(path: str) -> str | None:
+def not_decoder(path: str) -> str | None:
     parts = path.lower().split(".")
     return next(
         (reason for word, reason in families.NOT_DECODER.items() if any(word in part for part in parts)),
@@ -132,7 +150,7 @@ def _not_decoder(path: str) -> str | None:
 def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, list[tuple[str, str]]]:
     """The one stack that decodes text. The routers of every other stack stay live."""
     left_live: list[tuple[str, str]] = []
-    reasons = {stack: _not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
+    reasons = {stack: not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
     candidates = [stack for stack in by_stack if not reasons.get(stack)]
     decoders = [stack for stack in candidates if "encoder" not in stack.lower().split(".")]
     if len(candidates) > 1 and decoders:
@@ -150,10 +168,7 @@ def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, lis
 
 
 def _describe(name: str, where: Where, modules: dict[str, nn.Module], stack_name: str) -> FoundRouter:
-    if where.parent:
-        name = name.rsplit(".", 1)[0]
-    elif where.child:
-        name = f"{name}.{where.child}"
+    name = _chooser(name, where, modules)
     module = modules[name]
     names = [cls.__name__ for cls in type(module).__mro__]
     choice = next((families.CHOICES[cls] for cls in names if cls in families.CHOICES), Choice.TOP_K)

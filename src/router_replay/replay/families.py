@@ -72,5 +72,8 @@ ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder token
 # Decoders whose cache holds the encoder's tokens and none of their own: a filled one says nothing about earlier rows.
 CACHE_OF_THE_ENCODER = ("DiffusionGemmaDecoderModel",)
 
+# What wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation checkpointing, PEFT.
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+
 # Where a layer holds two routers, the order in which its forward calls them.
 CALL_ORDER = ("self_attention", "self_attn", "mlp")

@@ -7,8 +7,8 @@ the labels, computed piece by piece over the vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import math
+import numbers
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ import torch
 from router_replay.batch import NO_LABEL, Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
-from router_replay.replay.packing import packed_arguments
-from router_replay.replay.vocabulary import LogitRule, TokenLogprobs
-
-# Sent through the model's own code behind the output matrix, to see that it does what we think it does.
-_PROBES = (-3.0, 0.0, 0.5, 20.0)
+from router_replay.replay.inner import device_of, inner_model
+from router_replay.replay.output_head import PROBES, Task, head_gives_logprobs
+from router_replay.replay.packing import packed_arguments, reaching_the_decoder
+from router_replay.replay.vocabulary import LogitRule
 
 
 def logprobs(
@@ -33,24 +32,36 @@ def logprobs(
 ) -> torch.Tensor:
     """The log-prob of `batch.labels[i]` at slot i, float32 [slots], 0 where a slot has no label.
 
-    Differentiable. Sequences of a packed batch do not see each other; a family that cannot keep them
-    apart refuses a batch of more than one. `forward_arguments` go to the model's forward.
+    Differentiable. `model` may be wrapped (torch.compile, DDP, FSDP, PEFT). Sequences of a packed batch do not see
+    each other; a family that cannot keep them apart refuses a batch of more than one. `forward_arguments` go to the
+    model's forward. Calls from several threads on one model wait for each other.
     """
-    device = next(model.parameters()).device
-    tensors = batch.to_torch(device) if isinstance(batch, Batch) else batch
-    labelled_T = tensors.labels != NO_LABEL
-    labels_T = torch.where(labelled_T, tensors.labels, 0)
-    rule = logit_rule(model.config)
+    _refuse_numbers(temperature, vocabulary_piece)
+    inner = inner_model(model)
+    name = type(inner).__name__
+    tensors = batch.to_torch(device_of(model) or "cpu") if isinstance(batch, Batch) else batch
+    rule = logit_rule(inner.config)
     inputs = packed_arguments(model, tensors.token_ids[None], tensors.position_ids[None])
-    with _head_gives_logprobs(model, labels_T, rule, temperature, vocabulary_piece) as found:
+    task = Task(tensors.labels, rule, float(temperature), int(vocabulary_piece))
+    with head_gives_logprobs(inner, task), reaching_the_decoder(model, inputs):
         output = model(**inputs, use_cache=False, **forward_arguments)
-    if not found:
+    if not task.found:
         raise ReplayError(
-            f"{type(model).__name__} did not call its output matrix (get_output_embeddings()): "
-            "log-probs need a causal language model"
+            f"{name} did not call its output matrix (get_output_embeddings()): log-probs need a causal language model"
         )
-    _check_rule(output.logits, rule, type(model).__name__)
-    return torch.where(labelled_T, found[0], 0.0)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise ReplayError(
+            f"the forward of {type(model).__name__} gave a {type(output).__name__} without logits: give logprobs() the "
+            f"{name} in it"
+        )
+    _check_rule(logits, rule, name)
+    _refuse_labels(tensors.labels, task.vocabulary)
+    found_T = task.found[0]
+    labelled_T = (tensors.labels != NO_LABEL).to(found_T.device)
+    # Zeros that come out of the model: DDP and FSDP start their part of backward at what the forward returned.
+    zero_T = logits.reshape(len(found_T), -1)[:, PROBES.index(0.0)].float()
+    return torch.where(labelled_T, found_T, zero_T)
 
 
 def logit_rule(config: Any) -> LogitRule:
@@ -64,44 +75,40 @@ def logit_rule(config: Any) -> LogitRule:
     return LogitRule(scale, getattr(text, "final_logit_softcapping", None))
 
 
-@contextlib.contextmanager
-def _head_gives_logprobs(
-    model: Any, labels_T: torch.Tensor, rule: LogitRule, temperature: float, piece: int
-) -> Iterator[list[torch.Tensor]]:
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ReplayError(f"{type(model).__name__} has no output matrix: log-probs need a causal language model")
-    outer = vars(head).get("forward")  # tensor parallelism sets one; with the whole matrix at hand it is not needed
-    found: list[torch.Tensor] = []
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        hidden_TH = hidden.reshape(-1, hidden.shape[-1])
-        if len(hidden_TH) != len(labels_T):
-            raise ReplayError(f"the output matrix got {len(hidden_TH)} tokens, the batch has {len(labels_T)} slots")
-        weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
-        found.append(TokenLogprobs.apply(hidden_TH, weight, bias, labels_T, rule, temperature, piece))
-        return hidden.new_tensor(_PROBES).expand(*hidden.shape[:-1], len(_PROBES))
-
-    head.forward = forward
-    try:
-        yield found
-    finally:
-        del head.forward
-        if outer is not None:
-            head.forward = outer
+def _refuse_numbers(temperature: Any, vocabulary_piece: Any) -> None:
+    if not _is_number(temperature, numbers.Real) or not math.isfinite(temperature) or temperature <= 0:
+        raise ReplayError(
+            f"temperature must be a finite number above 0, got {temperature!r}: logits are divided by it (tokens that "
+            "were sampled greedily have the log-probs of temperature 1)"
+        )
+    if not _is_number(vocabulary_piece, numbers.Integral) or vocabulary_piece < 1:
+        raise ReplayError(
+            f"vocabulary_piece must be an integer from 1 on, got {vocabulary_piece!r}: it is how much of the "
+            "vocabulary has logits at one time"
+        )
 
 
-def _whole(weight: torch.Tensor | None) -> torch.Tensor | None:
-    """A sharded output matrix (tensor parallel) is gathered, its gradient scattered."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[union-attr]
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _refuse_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
+    """A label that no token has would get a number that looks like a log-prob."""
+    wrong_T = ((labels_T < 0) & (labels_T != NO_LABEL)) | (labels_T >= vocabulary)
+    if wrong_T.any():
+        slot = int(wrong_T.nonzero()[0])
+        raise ReplayError(
+            f"the label of slot {slot} is {int(labels_T[slot])}: the output matrix has {vocabulary} tokens, and a slot "
+            f"without a label has {NO_LABEL}"
+        )
 
 
 def _check_rule(logits: torch.Tensor, rule: LogitRule, name: str) -> None:
-    got = logits.reshape(-1, logits.shape[-1])[0, : len(_PROBES)].float()
-    expected = rule.apply(got.new_tensor(_PROBES))
+    got = logits.reshape(-1, logits.shape[-1])[0, : len(PROBES)].float()
+    expected = rule.apply(got.new_tensor(PROBES))
     if not torch.allclose(got, expected, rtol=2e-2, atol=1e-3):
         raise ReplayError(
-            f"{name} changes its logits in a way that logprobs() does not know: it turned {_PROBES} "
+            f"{name} changes its logits in a way that logprobs() does not know: it turned {PROBES} "
             f"into {got.tolist()}, expected {expected.tolist()} from {rule}; "
             "compute log-probs from its own logits instead"
         )

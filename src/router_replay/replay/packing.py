@@ -7,12 +7,15 @@ attention. tests/replay/test_packing.py holds every family against one sequence 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from router_replay.errors import ReplayError
+from router_replay.replay.inner import decoder_of, inner_model
 
 _STATE = "carries state along the sequence by recurrence or convolution"
 _INDEX = "its attention picks keys by an index over the whole row"
@@ -47,42 +50,100 @@ MASK_WITHOUT_POSITIONS = ("afmoe", "gpt_oss")
 FOUR_ROWS_OF_POSITIONS = ("ernie4_5_vl_moe", "glm4v_moe")  # text, time, height, width: else the mask sees none
 
 
-def family_of(model: Any) -> str:
-    """The name of the transformers folder that the model comes from."""
-    module = next((cls.__module__ for cls in type(model).__mro__ if ".models." in cls.__module__), "")
-    return module.partition(".models.")[2].partition(".")[0]
-
-
 def why_not_packed(model: Any) -> str:
     """Why this model must be given one sequence at a time; empty where it may get several."""
-    odd_kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ATTENTION_KINDS)
-    return NOT_PACKED.get(family_of(model), f"layers of kind {', '.join(odd_kinds)}" if odd_kinds else "")
+    return _why_not_packed(decoder_of(model))
 
 
 def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
     """`input_ids`, `position_ids` and, where the family needs one, a mask; ReplayError where it would be wrong."""
     arguments: dict[str, Any] = {"input_ids": token_ids_1T, "position_ids": position_ids_1T}
-    if int((position_ids_1T == 0).sum()) <= 1:
+    if not is_packed(position_ids_1T):
         return arguments
-    family, reason = family_of(model), why_not_packed(model)
+    decoder = decoder_of(model)
+    family, reason = _family(decoder), _why_not_packed(decoder)
     if reason:
         raise ReplayError(
-            f"{family} does not keep packed sequences apart ({reason}): give it one sequence at a time, "
-            "pack([sample], max_tokens)"
+            f"{family or type(inner_model(model)).__name__} does not keep packed sequences apart ({reason}): "
+            "give it one sequence at a time, pack([sample], max_tokens)"
         )
     if family in FOUR_ROWS_OF_POSITIONS:
         arguments["position_ids"] = position_ids_1T[None].expand(4, -1, -1)
     elif family in MASK_WITHOUT_POSITIONS:
-        arguments["attention_mask"] = _masks(model, token_ids_1T, position_ids_1T)
+        arguments["attention_mask"] = _masks(decoder, token_ids_1T, position_ids_1T)
     return arguments
 
 
-def _masks(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
-    weight = model.get_input_embeddings().weight
+def is_packed(position_ids_1T: torch.Tensor) -> bool:
+    """Does a sequence start after the first slot? A piece of a batch may begin in the middle of one."""
+    return bool((position_ids_1T[:, 1:] == 0).any())
+
+
+@contextlib.contextmanager
+def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """In this block a pass raises ReplayError where a wrapper drops what keeps packed sequences apart.
+
+    Compiled code is not looked into: it passes on what the same wrapper passes on uncompiled.
+    """
+    positions = arguments["position_ids"]
+    if not is_packed(positions.reshape(-1, positions.shape[-1])[:1]):
+        yield
+        return
+    decoder = decoder_of(model)
+    assert decoder is not None  # packed_arguments refused it
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for name in ("position_ids", "attention_mask"):
+            if name in arguments and not _arrived(arguments[name], kwargs.get(name)):
+                raise ReplayError(
+                    f"{name} did not reach the decoder ({type(decoder).__name__}) as {type(model).__name__} was given "
+                    "it: packed sequences would see each other. Let the wrapper pass it on, or give it one sequence at "
+                    "a time, pack([sample], max_tokens)"
+                )
+
+    hook = decoder.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _arrived(given: Any, got: Any) -> bool:
+    if isinstance(given, dict):
+        return isinstance(got, dict) and got.keys() == given.keys()
+    positions_T = given.reshape(-1, given.shape[-1])[0]
+    if not isinstance(got, torch.Tensor) or got.shape[-1:] != positions_T.shape:
+        return False
+    return bool((got == positions_T.to(got.device)).all())
+
+
+def _family(decoder: Any) -> str:
+    """The name of the transformers folder that the decoder's class comes from; empty where it comes from elsewhere.
+
+    A subclass that somebody else wrote is from elsewhere, since its attention may be new. FSDP2 puts a subclass of
+    its own in front of a module's class; that one is passed over.
+    """
+    its_class = next(cls for cls in type(decoder).__mro__ if not cls.__module__.startswith("torch."))
+    before, _, folder = its_class.__module__.partition("transformers.models.")
+    return "" if before else folder.partition(".")[0]
+
+
+def _why_not_packed(decoder: Any) -> str:
+    family = _family(decoder)
+    if not family:
+        return "it has no decoder from transformers.models, so nothing is known of its attention"
+    kinds = getattr(decoder.config.get_text_config(), "layer_types", None) or ()
+    odd_kinds = sorted(set(kinds) - ATTENTION_KINDS)
+    return NOT_PACKED.get(family, f"layers of kind {', '.join(odd_kinds)}" if odd_kinds else "")
+
+
+def _masks(decoder: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
     shape = (*token_ids_1T.shape, 1)  # only its shape, dtype and device are looked at
     arguments = {
-        "config": model.config,
-        "inputs_embeds": torch.empty(shape, dtype=weight.dtype, device=token_ids_1T.device),
+        "config": decoder.config,
+        "inputs_embeds": torch.empty(shape, dtype=_dtype(decoder), device=token_ids_1T.device),
         "attention_mask": None,
         "past_key_values": None,
         "position_ids": position_ids_1T,
@@ -91,3 +152,9 @@ def _masks(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor
         "full_attention": create_causal_mask(**arguments),
         "sliding_attention": create_sliding_window_causal_mask(**arguments),
     }
+
+
+def _dtype(decoder: Any) -> torch.dtype:
+    """FSDP1 with flat parameters leaves none in the decoder; then its config says the dtype."""
+    found = next((parameter.dtype for parameter in decoder.parameters() if parameter.is_floating_point()), None)
+    return found or decoder.config.dtype or torch.get_default_dtype()

@@ -23,6 +23,7 @@ from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay import checkpoint
 from router_replay.replay.discover import find_routers
+from router_replay.replay.inner import device_of
 from router_replay.replay.passes import Watch
 from router_replay.replay.site import Site
 from router_replay.replay.state import Plan, Recording, State
@@ -177,14 +178,14 @@ class RouterReplay:
             )
         if on_missing == "raise" and loss_mask is not None and not routes.all_captured:
             _refuse_missing(routes, loss_mask)
-        device = next(self._found.routers[0].module.parameters()).device
+        if not (routes.captured.any() if isinstance(routes, Routes) else routes.any_captured):
+            raise ReplayError(f"none of the {len(routes)} rows is captured: this would be a live pass")
         rows_replayed: Any
         from_host = isinstance(routes, Routes)
         if isinstance(routes, Routes):
             rows_replayed = int(routes.captured.sum())
-            if not rows_replayed:
-                raise ReplayError(f"none of the {len(routes)} rows is captured: this would be a live pass")
-            routes = TensorRoutes.from_routes(routes, device)
+            # FSDP1 keeps parameters flat, above the decoder. Then the pass says where it runs, and the plan moves.
+            routes = TensorRoutes.from_routes(routes, device_of(self._found.stack) or "cpu")
         else:
             rows_replayed = len(routes) if routes.all_captured else routes.captured.sum()
         width = len(self._spec.layers)

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from router_replay.batch import Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
+from router_replay.replay.inner import inner_model
+from router_replay.replay.packing import why_not_packed
 
 NAME = "router_replay_ulysses"
 
@@ -46,18 +48,25 @@ class Ulysses:
 
         self.group = group
         self.size = dist.get_world_size(group)
-        config = model.config.get_text_config()
+        inner = inner_model(model)
+        reason = why_not_packed(model)
+        if reason:
+            raise ReplayError(
+                f"{type(inner).__name__} cannot be sequence parallel ({reason}): cutting the sequence would be "
+                "silently wrong"
+            )
+        config = inner.config.get_text_config()
         if config.num_attention_heads % self.size:
             raise ReplayError(f"{config.num_attention_heads} attention heads do not divide over {self.size} ranks")
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ReplayError(
-                f"layers of kind {sorted(kinds)} carry state along the sequence by other means than attention; "
-                "cutting the sequence would be silently wrong"
+                f"layers of kind {sorted(kinds)} do not run the attention that is made sequence parallel; cutting the "
+                "sequence would be silently wrong"
             )
         self._layers = config.num_hidden_layers
         AttentionInterface.register(NAME, ulysses_attention)
-        model.set_attn_implementation(NAME)
+        inner.set_attn_implementation(NAME)
 
     def arguments(self, batch: Batch | TensorBatch) -> dict[str, Any]:
         """What to pass to the model's forward beside this rank's tokens. `batch` is the whole or a shard."""

@@ -1,0 +1,60 @@
+"""The transformers model inside a wrapper: torch.compile, DDP, FSDP, PEFT, or any module that holds one.
+
+What a family needs is a property of the model inside, and so are its config and its output matrix. The wrapper
+is what is called, so that its own hooks run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from router_replay.errors import ReplayError
+from router_replay.replay.discover import not_decoder
+
+
+def inner_model(model: Any) -> Any:
+    """The outermost transformers model in `model`; `model` itself where there is none."""
+    if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
+        return model
+    held = dict(_outermost(model, ""))
+    decoders = {path: held[path] for path in held if not not_decoder(path)} if len(held) > 1 else held
+    if len(decoders) > 1:
+        raise ReplayError(
+            f"{type(model).__name__} holds {len(decoders)} transformers models ({', '.join(decoders)}) and it is not "
+            "clear which one decodes text: give that one"
+        )
+    return next(iter(decoders.values()), model)
+
+
+def decoder_of(model: Any) -> PreTrainedModel | None:
+    """The transformers model that embeds and decodes the text, for example `GptOssModel`; None where there is none."""
+    inner = inner_model(model)
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    try:
+        embedding = inner.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
+    holders = [module for module in models if any(part is embedding for part in module.modules())]
+    return holders[-1] if holders else None  # modules() gives the outer ones first
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's parameters; None where they are not there now (a flat parameter above, offloading)."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
+
+
+def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, PreTrainedModel):
+            yield f"{path}{name}", child
+        else:
+            yield from _outermost(child, f"{path}{name}.")

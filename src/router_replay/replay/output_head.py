@@ -1,0 +1,134 @@
+"""A model's output matrix is asked for log-probs of the labels, and gives no logits while the `with` block is open.
+
+The model runs through its own code, and through that of its wrappers: only the innermost matrix product is another.
+What the model gets in place of logits are four known numbers per token, which show what it does to its logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from router_replay.batch import NO_LABEL
+from router_replay.errors import ReplayError
+from router_replay.replay.vocabulary import LogitRule, TokenLogprobs
+
+PROBES = (-3.0, 0.0, 0.5, 20.0)
+
+_BUSY: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # head -> the thread that has it
+_CHANGED = threading.Condition()
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """What is asked of the output matrix in one forward pass, and what it gave."""
+
+    labels_T: torch.Tensor
+    rule: LogitRule
+    temperature: float
+    piece: int
+    found: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    vocabulary: int = 0
+
+
+@contextlib.contextmanager
+def head_gives_logprobs(model: Any, task: Task) -> Iterator[None]:
+    """In this block a forward pass of `model`, in this thread, puts the log-probs of the labels into `task.found`."""
+    head = _head_of(model)
+    # A wrapper around the matrix (PEFT, FSDP) may hold several. Which one it uses is seen when it calls it.
+    matrices = [part for part in head.modules() if isinstance(part, nn.Linear) and _is_plain(part)]
+    if not matrices:
+        raise ReplayError(
+            f"the output matrix of {type(model).__name__} is a {type(head).__name__} and no nn.Linear: "
+            "compute log-probs from its own logits instead"
+        )
+    with _alone(head, type(model).__name__), contextlib.ExitStack() as stack:
+        for matrix in matrices:
+            stack.enter_context(_replaced(matrix, task, type(head).__name__))
+        yield
+
+
+def _head_of(model: Any) -> nn.Module:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise ReplayError(f"{type(model).__name__} has no output matrix: log-probs need a causal language model")
+    return head
+
+
+def _is_plain(matrix: nn.Linear) -> bool:
+    """A quantized matrix is a subclass with a forward of its own, and its weight is not the matrix."""
+    return type(matrix).forward is nn.Linear.forward
+
+
+@contextlib.contextmanager
+def _alone(head: nn.Module, name: str) -> Iterator[None]:
+    """One call at a time has the head; another thread's waits."""
+    thread = threading.get_ident()
+    with _CHANGED:
+        if _BUSY.get(head) == thread:
+            raise ReplayError(f"logprobs() was called on {name} inside a forward pass of its own on the same model")
+        _CHANGED.wait_for(lambda: head not in _BUSY)
+        _BUSY[head] = thread
+    try:
+        yield
+    finally:
+        with _CHANGED:
+            del _BUSY[head]
+            _CHANGED.notify_all()
+
+
+@contextlib.contextmanager
+def _replaced(matrix: nn.Linear, task: Task, head: str) -> Iterator[None]:
+    # accelerate's hooks (offloading) set a forward that calls this attribute, and bring the weight before.
+    attribute = "_old_forward" if hasattr(matrix, "_hf_hook") else "forward"
+    before = vars(matrix).get(attribute)  # tensor parallelism sets one; with the whole matrix it is not needed
+    try:
+        setattr(matrix, attribute, _forward_of(matrix, task, head, before))
+        yield
+    finally:
+        vars(matrix).pop(attribute, None)
+        if before is not None:
+            setattr(matrix, attribute, before)
+
+
+def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    thread = threading.get_ident()
+    plain = functools.partial(nn.Linear.forward, matrix) if before is None else before
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and threading.get_ident() != thread:
+            return plain(hidden)  # another thread uses the model in the ordinary way
+        if task.found:
+            raise ReplayError(
+                f"the output matrix ({head}) is made of several, as with a LoRA adapter on it, or is called twice: "
+                "merge the adapter, leave the output matrix out of its targets, or use the model's own logits"
+            )
+        hidden_TH = hidden.reshape(-1, hidden.shape[-1])
+        if len(hidden_TH) != len(task.labels_T):
+            raise ReplayError(
+                f"the output matrix got {len(hidden_TH)} tokens, the batch has {len(task.labels_T)} slots"
+            )
+        weight, bias = _whole(matrix.weight), _whole(matrix.bias)
+        labels_T = task.labels_T.to(hidden.device)
+        labels_T = torch.where(labels_T == NO_LABEL, 0, labels_T)
+        found_T = TokenLogprobs.apply(hidden_TH, weight, bias, labels_T, task.rule, task.temperature, task.piece)
+        task.found.append(found_T)
+        task.vocabulary = len(weight)
+        # The probes, tied to the log-probs by the graph: DDP and FSDP look there for the parameters in use.
+        tie = found_T.to(hidden.dtype).reshape(*hidden.shape[:-1], 1)
+        return torch.where(torch.zeros_like(tie, dtype=torch.bool), tie, hidden.new_tensor(PROBES))
+
+    return forward
+
+
+def _whole(weight: torch.Tensor | None) -> Any:
+    """A sharded output matrix (tensor parallel) is gathered, its gradient scattered."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[union-attr]
