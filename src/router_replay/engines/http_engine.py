@@ -39,8 +39,8 @@ class Flight:
 class HttpEngine(LoopEngine):
     """The protocol over a server. A subclass supplies the calls below "what a server does"."""
 
-    def __init__(self, url: str, version: int, timeout: float) -> None:
-        super().__init__(version)
+    def __init__(self, url: str, version: int, timeout: float, allow_zero_layers: bool = False) -> None:
+        super().__init__(version, allow_zero_layers)
         self._timeout = timeout
         self._flights: list[Flight] = []
         self._open = True  # requests start; shut while paused and while weights change
@@ -104,6 +104,7 @@ class HttpEngine(LoopEngine):
             else:
                 flight.version, flight.started = self.version, True
                 completions = await self._generate(flight)
+                self._capture_watch.check(completions, self.spec)
         except BaseException as error:
             raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:

@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.errors import EngineError, RouterReplayError
 
 T = TypeVar("T")
@@ -24,8 +25,9 @@ class LoopEngine(Engine):
     server = "HTTP"
     """What stands behind the connection, in errors."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, allow_zero_layers: bool = False) -> None:
         self.version = version
+        self._capture_watch = CaptureWatch(allow_zero_layers)
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)

@@ -37,6 +37,7 @@ class SglangEngine(HttpEngine):
 
     `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere.
     `role` is for a server of a prefill/decode pair; see engines.prefill_decode.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
     """
 
     server = "SGLang"
@@ -49,13 +50,14 @@ class SglangEngine(HttpEngine):
         version: int = 0,
         timeout: float = 3600.0,
         role: Role = "whole",
+        allow_zero_layers: bool = False,
     ) -> None:
         self._given = spec
         self._role = role
         self._names: dict[str, int] = {}  # the server's name of each policy version
         self._name = ""
         self._seeds = False
-        super().__init__(url, version, timeout)
+        super().__init__(url, version, timeout, allow_zero_layers)
 
     async def _connect(self) -> None:
         info = await self._info("/server_info", "/get_server_info")

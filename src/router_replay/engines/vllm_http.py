@@ -32,10 +32,21 @@ GENERATE = "/inference/v1/generate"
 
 
 class VllmHttpEngine(VllmClient):
-    """A client of one server. `timeout` is for one request in seconds; `spec` is needed where the plugin is missing."""
+    """A client of one server. `timeout` is for one request in seconds; `spec` is needed where the plugin is missing.
 
-    def __init__(self, url: str, *, version: int = 0, spec: RouterSpec | None = None, timeout: float = 3600.0) -> None:
-        super().__init__(_connect(url.rstrip("/"), spec, timeout), version)
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        version: int = 0,
+        spec: RouterSpec | None = None,
+        timeout: float = 3600.0,
+        allow_zero_layers: bool = False,
+    ) -> None:
+        super().__init__(_connect(url.rstrip("/"), spec, timeout), version, allow_zero_layers=allow_zero_layers)
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -69,7 +80,7 @@ def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         rows = None
         if choice.routed_experts is not None:
-            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=spec.top_k == 1)
+            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
         logprobs = [token.logprob for token in content]
         samples.append(Sample(choice.index, choice.token_ids or [], logprobs, rows, choice.finish_reason))
     return samples
