@@ -19,9 +19,7 @@ from router_replay.errors import RouterReplayError
 LARGEST = (1 << 63) - 1  # what int64 holds: arrays, files and other processes count with it
 
 
-def exact_int(
-    value: Any, name: str, error: type[RouterReplayError], least: int = 0, most: int = LARGEST
-) -> int:
+def exact_int(value: Any, name: str, error: type[RouterReplayError], least: int = 0, most: int = LARGEST) -> int:
     """An integer of any type (Python's, NumPy's, torch's) as a Python int; a bool or a float is refused."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)

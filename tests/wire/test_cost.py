@@ -13,6 +13,7 @@ from router_replay.runs import Runs
 from router_replay.wire import Header, envelope
 from tests.wire.blobs import forged
 
+
 def wide_blob(experts: int, k: int, sets: int) -> bytes:
     """A right blob of `sets` rows of one layer, all of rank 0, made without computing a set."""
     size = (sets * kernel.rank_bits(experts, k) + 7) // 8
