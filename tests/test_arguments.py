@@ -83,7 +83,7 @@ def test_what_is_no_integer_is_refused(call: str, value: Any) -> None:
     work, _, error = CALLS[call]
     if value is None and call in ("num_layers", "versions", "prompt_length", "decode_start", "max_bytes"):
         return  # their way to say nothing
-    if value is None and call == "from_prime_rl" or isinstance(value, list) and call in ("take", "versions"):
+    if (value is None and call == "from_prime_rl") or (isinstance(value, list) and call in ("take", "versions")):
         return
     with pytest.raises(error):
         work(value)

@@ -19,7 +19,6 @@ from router_replay.errors import RoutesError
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
-
 NEVER_CAPTURED = 64
 """Rows in which a layer that does run has, as good as certainly, once chosen another expert than 0."""
 

@@ -60,8 +60,8 @@ def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequ
 
 def _binned(grid: Grid) -> str:
     return (
-        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, the band goes from the least "
-        "to the greatest value. The table counts every step."
+        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, the band goes from "
+        "the least to the greatest value. The table counts every step."
     )
 
 
