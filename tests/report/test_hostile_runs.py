@@ -57,7 +57,7 @@ def test_huge_values_break_neither_table_nor_charts(tmp_path: pathlib.Path, valu
 
 
 @pytest.mark.parametrize("kind", ["plain", "small", "share", "count", "seconds", "ratio"])
-@pytest.mark.parametrize("value", [1e290, -1e290, 10**300, 1e15, 2.5e7])
+@pytest.mark.parametrize("value", [1e290, -1e290, 10**300, 1e15, 2.5e7], ids="{:.1e}".format)
 def test_every_number_is_short(kind: Kind, value: float) -> None:
     assert len(number(value, kind)) <= 21
 

@@ -65,7 +65,7 @@ def test_models_of_today_and_tomorrow_need_no_name(experts: int, k: int, counted
 def test_a_header_alone_does_not_make_the_reader_compute_a_long_binomial(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = forged(wide_blob(8, 2, 1), num_experts=65536, top_k=32768)
     monkeypatch.setattr(kernel, "rank_bits", pytest.fail)
-    with pytest.raises(WireError, match="1 sets of 32768 of 65536 experts take 4095 bytes or more .* got 1"):
+    with pytest.raises(WireError, match=r"1 sets of 32768 of 65536 experts take 4095 bytes or more .* got 1"):
         wire.decode(blob)
 
 
