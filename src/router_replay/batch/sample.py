@@ -50,11 +50,13 @@ class Sample:
         refuse_not_finite(logprobs, f"{where}: logprobs of tokens that bear loss", BatchError, mask)
         if advantages is None:
             advantages = getattr(source, "advantages", 0.0)
-        if np.ndim(advantages) == 0:
-            advantages = np.broadcast_to(as_array(advantages, f"{where}: advantages", BatchError), len(tokens))
+        advantages = as_array(advantages, f"{where}: advantages", BatchError)
+        advantages = np.broadcast_to(advantages, advantages.shape or len(tokens))
         advantages = _per_token(advantages, len(tokens), f"{where}: advantages")
         refuse_not_finite(advantages, f"{where}: advantages", BatchError)
         routes = source.routes
+        if routes is not None and not isinstance(routes, Routes):
+            raise BatchError(f"{where}: routes must be a Routes or None, got {type(routes).__name__}")
         if routes is not None and len(routes) != len(tokens):
             raise BatchError(
                 f"{where}: {len(tokens)} tokens but {len(routes)} rows; every token has a row, "
