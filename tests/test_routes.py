@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -77,15 +80,60 @@ def test_a_mask_that_is_not_one_boolean_per_row_is_refused(captured: object) -> 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_no_copy_of_narrow_contiguous_ids_and_no_writing_through() -> None:
-    ids = random_ids(4, SPEC)
+def test_no_copy_of_ids_that_nobody_can_write_to_and_no_writing_through() -> None:
+    ids = np.frombuffer(random_ids(4, SPEC).tobytes(), np.uint8).reshape(4, 2, 2)
     routes = Routes(ids, SPEC)
     assert np.shares_memory(routes.ids, ids)
     assert np.shares_memory(routes[1:3].ids, ids)
+    assert np.shares_memory(Routes(np.frombuffer(memoryview(ids.base)[4:12], np.uint8).reshape(2, 2, 2), SPEC).ids, ids)
     with pytest.raises(ValueError, match="read-only"):
         routes.ids[0] = 0
     with pytest.raises(ValueError, match="read-only"):
         routes.captured[0] = False
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: Routes(ids, SPEC),
+        lambda ids: Routes(ids[:], SPEC, versions=3),
+        lambda ids: Routes(read_only_view(ids), SPEC),
+        lambda ids: Routes(np.frombuffer(memoryview(ids).toreadonly(), np.uint8).reshape(ids.shape), SPEC),
+        lambda ids: Routes.from_engine(ids, RouterSpec(8, 2, (0, 1))),
+        lambda ids: Routes(ids, SPEC)[1:],
+        lambda ids: Routes(ids, SPEC).with_versions(4),
+    ],
+)
+def test_what_was_checked_cannot_be_changed_through_the_callers_array(make: Callable[[np.ndarray], Routes]) -> None:
+    ids = random_ids(4, SPEC)
+    routes = make(ids)
+    before = routes.ids.tolist()
+    ids[:] = 255
+    assert routes.ids.tolist() == before
+
+
+def test_an_array_that_was_made_read_only_can_be_made_writable_again() -> None:
+    ids = random_ids(4, SPEC)
+    ids.flags.writeable = False
+    routes = Routes(ids, SPEC)
+    ids.flags.writeable = True
+    ids[:] = 255
+    assert routes.ids.max() < 8
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda routes: pickle.loads(pickle.dumps(routes))])
+def test_copies_and_pickles_are_equal_and_read_only(copied: Callable[[Routes], Routes]) -> None:
+    routes = Routes(random_ids(4, SPEC), SPEC, captured=[True, True, False, True], versions=[1, 1, 2, 2])[1:]
+    again = copied(routes)
+    assert again == routes
+    assert again.versions.tolist() == [1, 2, 2]
+    assert not again.ids.flags.writeable
+
+
+def read_only_view(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def test_an_id_costs_one_byte_up_to_256_experts_and_two_above() -> None:
@@ -180,12 +228,26 @@ def test_from_engine_refuses_a_layer_whose_hook_never_ran() -> None:
         Routes.from_engine(array, SPEC)
 
 
-def test_with_top_1_an_all_zero_layer_needs_the_callers_word() -> None:
-    spec = RouterSpec(4, 1, (0,))
-    assert len(Routes.from_engine(np.zeros((1, 1, 1), np.uint8), spec)) == 1
-    with pytest.raises(RoutesError, match="zero in all 2 rows"):
-        Routes.from_engine(np.zeros((2, 1, 1), np.uint8), spec)
-    assert len(Routes.from_engine(np.zeros((2, 1, 1), np.uint8), spec, allow_zero_layers=True)) == 2
+def test_with_top_1_a_layer_of_64_zero_rows_needs_the_callers_word() -> None:
+    spec = RouterSpec(4, 1, (0, 1))
+    array = np.ones((400, 2, 1), np.uint8)
+    array[:, 1] = 0
+    assert len(Routes.from_engine(array[:63], spec)) == 63
+    for rows in (64, 400):
+        with pytest.raises(RoutesError, match=rf"layers \[1\] are zero in all {rows} rows.*allow_zero_layers=True"):
+            Routes.from_engine(array[:rows], spec)
+        assert len(Routes.from_engine(array[:rows], spec, allow_zero_layers=True)) == rows
+    array[200, 1] = 3  # one other choice proves that the layer is recorded
+    assert len(Routes.from_engine(array, spec)) == 400
+    assert len(Routes.from_engine(np.zeros((64, 1, 1), np.uint8), RouterSpec(1, 1, (0,)))) == 64  # the only choice
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_above_top_1_no_word_makes_a_zero_layer_good(rows: int) -> None:
+    array = engine_array(rows)
+    array[:, 3] = 0
+    with pytest.raises(RoutesError, match=r"layers \[3\] are zero" if rows > 1 else "never captured"):
+        Routes.from_engine(array, SPEC, allow_zero_layers=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+TABLE_BITS = 128  # ranks up to this width go through tables
 CHUNK = 1 << 14  # sets at a time: keeps the unpacked bits of a chunk in cache
 
 
@@ -26,6 +27,15 @@ def set_count(num_experts: int, k: int) -> int:
 def rank_bits(num_experts: int, k: int) -> int:
     """Bits that every rank fits: ceil(log2 C(num_experts, k)), and 0 where there is only one set."""
     return (set_count(num_experts, k) - 1).bit_length()
+
+
+def least_rank_bits(num_experts: int, k: int) -> int:
+    """A lower bound of `rank_bits`, at least half of it, without computing C(num_experts, k).
+
+    C(E, m) >= (E / m)^m, and C(E, k) = C(E, E - k).
+    """
+    few = min(k, num_experts - k)
+    return max(0, math.floor(few * math.log2(num_experts / few)) - 1) if few else 0
 
 
 def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
@@ -51,7 +61,7 @@ def encode(ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
         return -1
     for start, stop, piece in _chunks(len(ids_NK), width):
         sorted_NK = np.sort(ids_NK[start:stop], axis=1)
-        rank_bytes = _rank(sorted_NK, num_experts) if width <= 128 else _rank_wide(sorted_NK, num_experts, width)
+        rank_bytes = _rank(sorted_NK, num_experts) if width <= TABLE_BITS else _rank_wide(sorted_NK, num_experts, width)
         bits_NW = np.unpackbits(rank_bytes, axis=1, bitorder="little")[:, :width]
         out[piece] = np.packbits(bits_NW, bitorder="little")
     return -1
@@ -66,10 +76,10 @@ def decode(payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
         return -1
     for start, stop, piece in _chunks(count, width):
         bits_NW = np.unpackbits(payload[piece], bitorder="little", count=(stop - start) * width).reshape(-1, width)
-        padded_bits = 128 if width <= 128 else -(-width // 8) * 8
+        padded_bits = 128 if width <= TABLE_BITS else -(-width // 8) * 8
         bits_NW = np.pad(bits_NW, ((0, 0), (0, padded_bits - width)))
         rank_bytes = np.packbits(bits_NW, axis=1, bitorder="little")
-        unrank = _unrank if width <= 128 else _unrank_wide
+        unrank = _unrank if width <= TABLE_BITS else _unrank_wide
         bad = unrank(rank_bytes, num_experts, out_NK[start:stop])
         if bad >= 0:
             return start + bad

@@ -15,13 +15,25 @@ Shapes: T rows (tokens), L routed layers, K slots (top_k).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from router_replay import kernel
+from router_replay.arguments import exact_int, int64_array
 from router_replay.errors import RoutesError
-from router_replay.row_checks import as_integers, captured_runs, checked_ids, read_only, version_runs
+from router_replay.row_checks import (
+    NEVER_CAPTURED,
+    as_integers,
+    captured_runs,
+    checked_ids,
+    never_captured,
+    read_only,
+    shorten,
+    version_runs,
+    zero_layers,
+)
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
@@ -32,7 +44,8 @@ class Routes:
     `captured[i]` says whether row i is known; where it is not, what `ids[i]` holds has no meaning.
     `versions[i]` is the policy version whose weights routed row i.
 
-    Rows are checked once, here, where they enter; what is made from a Routes is not checked again.
+    Rows are checked once, here, where they enter; what is made from a Routes is not checked again. An array that
+    somebody else could still write to is copied first, so that what was checked does not change.
     """
 
     __slots__ = ("_captured", "_ids", "_spec", "_versions")
@@ -44,6 +57,10 @@ class Routes:
         captured: ArrayLike | None = None,
         versions: ArrayLike | int | None = None,
     ) -> None:
+        self._check_in(ids, spec, captured, versions, owned=False)
+
+    def _check_in(self, ids: ArrayLike, spec: RouterSpec, captured: Any, versions: Any, owned: bool) -> None:
+        """`owned` says that the caller made the array for this Routes and keeps no other way to write to it."""
         ids_TLK = as_integers(ids, "ids")
         if ids_TLK.ndim != 3 or ids_TLK.shape[1:] != spec.row_shape:
             raise RoutesError(
@@ -53,7 +70,7 @@ class Routes:
         rows = len(ids_TLK)
         self._captured = captured_runs(captured, rows)
         self._versions = version_runs(versions, rows)
-        self._ids = checked_ids(ids_TLK, spec, self._captured)
+        self._ids = checked_ids(ids_TLK, spec, self._captured, owned)
         self._spec = spec
 
     # -- making ---------------------------------------------------------------------------------
@@ -71,6 +88,7 @@ class Routes:
     @classmethod
     def missing(cls, rows: int, spec: RouterSpec) -> Routes:
         """`rows` rows of which nothing is known: padding, or what an engine did not return."""
+        rows = exact_int(rows, "rows", RoutesError)
         ids = np.zeros((rows, *spec.row_shape), spec.dtype)
         return cls._trusted(ids, spec, Runs.constant(False, rows), None)
 
@@ -78,10 +96,22 @@ class Routes:
     def from_engine(cls, array: ArrayLike, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
         """Take the routed layers out of an engine's array over ALL decoder layers, [T, all layers, K].
 
-        A routed layer that is zero in every row of a capture longer than one row is refused: the
-        engine's hook never ran there. With top_k 1 a short capture can really be all expert 0; a
-        caller who knows that passes `allow_zero_layers=True`.
+        A routed layer that is zero in every row was never captured: the engine's hook did not run there. With
+        top_k 2 or more such a row repeats expert 0, and is refused. With top_k 1 a row of expert 0 can be real, so
+        the layer is refused where there are 64 rows or more; `allow_zero_layers=True` takes these too.
         """
+        return cls._from_engine(array, spec, allow_zero_layers)
+
+    @classmethod
+    def _from_engine(
+        cls,
+        array: ArrayLike,
+        spec: RouterSpec,
+        allow_zero_layers: bool,
+        captured: np.ndarray | None = None,
+        owned: bool = False,
+    ) -> Routes:
+        """Rows that are not `captured` hold zeros."""
         array_TAK = as_integers(array, "the engine's array")
         width = spec.num_layers
         if len(set(spec.layers)) != len(spec.layers):
@@ -98,21 +128,21 @@ class Routes:
             expected = f"{width}" if width is not None else f"more than {spec.layers[-1]}"
             raise RoutesError(
                 f"an engine's array has a column for every decoder layer, dense ones included: expected {expected} "
-                f"(routed layers {_shorten(spec.layers)}), got {array_TAK.shape[1]}; "
+                f"(routed layers {shorten(spec.layers)}), got {array_TAK.shape[1]}; "
                 "an array over the routed layers alone goes to Routes(ids, spec)"
             )
-        ids_TLK = array_TAK if _is_every_layer(spec, array_TAK.shape[1]) else array_TAK[:, list(spec.layers)]
-        if len(ids_TLK) > 1 and not allow_zero_layers:
-            # Looking at the first row finds the suspects; a full pass over all rows would cost more than the check.
-            suspects = np.flatnonzero(~ids_TLK[0].any(axis=-1))
-            never_ran = [column for column in suspects.tolist() if not ids_TLK[:, column].any()]
-            if never_ran:
-                layers = sorted({spec.layers[column] for column in never_ran})
-                raise RoutesError(
-                    f"layers {_shorten(layers)} are zero in all {len(ids_TLK)} rows of the engine's capture: "
-                    "its hook never ran there (a fused router, or capture switched off), so nothing was recorded"
-                )
-        return cls(ids_TLK, spec)
+        every_layer = spec.layers == tuple(range(array_TAK.shape[1]))
+        ids_TLK = array_TAK if every_layer else array_TAK[:, list(spec.layers)]  # the latter is a copy
+        self = object.__new__(cls)
+        known = len(ids_TLK) if captured is None else int(captured.sum())
+        refused_from = 2 if spec.top_k > 1 else NEVER_CAPTURED
+        if known >= refused_from and spec.num_experts > 1 and not (allow_zero_layers and spec.top_k == 1):
+            columns = zero_layers(ids_TLK)
+            if columns:
+                advice = "; if expert 0 is really meant, pass allow_zero_layers=True" if spec.top_k == 1 else ""
+                raise never_captured(spec, columns, known, advice)
+        self._check_in(ids_TLK, spec, captured, None, owned or not every_layer)
+        return self
 
     @staticmethod
     def concat(parts: Sequence[Routes]) -> Routes:
@@ -143,15 +173,15 @@ class Routes:
         """
         if prefill.spec != decode.spec:
             raise RoutesError(f"prefill and decode are of two models: {prefill.spec} and {decode.spec}")
-        prompt = len(prefill) if prompt_length is None else prompt_length
-        start = prompt if decode_start is None else decode_start
+        prompt = len(prefill) if prompt_length is None else exact_int(prompt_length, "prompt_length", RoutesError)
+        start = prompt if decode_start is None else exact_int(decode_start, "decode_start", RoutesError)
         if len(prefill) != prompt:
             raise RoutesError(
                 f"the prefill worker must give one row per prompt token: expected {prompt}, got {len(prefill)}"
             )
         if not prefill.all_captured:
             raise RoutesError(f"prompt row {prefill.first_missing} was not captured by the prefill worker")
-        if not 0 <= start <= prompt:
+        if start > prompt:
             raise RoutesError(f"gap: the prefill rows end at {prompt}, the decode rows start at {start}")
         if start + len(decode) < prompt:
             raise RoutesError(f"gap: the decode rows end at {start + len(decode)}, before the prompt's end {prompt}")
@@ -217,9 +247,9 @@ class Routes:
         versions = None if self._versions is None else self._versions.slice(start, stop)
         return Routes._trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
 
-    def take(self, index: np.ndarray) -> Routes:
+    def take(self, index: ArrayLike) -> Routes:
         """Row index[i] becomes row i; -1 makes an uncaptured row."""
-        index = np.asarray(index, np.int64)
+        index = int64_array(index, "row numbers", RoutesError)
         if len(index) and (index.min() < -1 or index.max() >= len(self)):
             raise RoutesError(f"row numbers must lie in [-1, {len(self)}), got {index.min()} to {index.max()}")
         absent = index < 0
@@ -283,17 +313,12 @@ class Routes:
             f"{self._spec.top_k} of {self._spec.num_experts} experts)"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied as rows that were checked: NumPy's own way would bring them back writable."""
+        return Routes._trusted, (self._ids, self._spec, self._captured, self._versions)
+
     def _captured_ids(self) -> np.ndarray:
         return self._ids if self.all_captured else self._ids[self.captured]
 
     def version_runs_or_zero(self) -> Runs:
         return Runs.constant(0, len(self)) if self._versions is None else self._versions
-
-
-def _is_every_layer(spec: RouterSpec, columns: int) -> bool:
-    return spec.layers == tuple(range(columns))
-
-
-def _shorten(layers: Sequence[int]) -> str:
-    shown = ", ".join(str(layer) for layer in layers[:8])
-    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > 8 else f"[{shown}]"

@@ -1,24 +1,30 @@
 """What must be true of rows where they enter: shape of the masks, range of the ids, no expert twice in a row.
 
 `routes.py` calls these once, when a Routes is made from somebody else's arrays; what is made from a Routes
-is not checked again.
+is not checked again. So that what was checked stays true, memory that somebody else can write to is copied.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from router_replay import kernel
+from router_replay.arguments import as_array
 from router_replay.errors import RoutesError
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
+NEVER_CAPTURED = 64
+"""Rows in which a layer that does run has, as good as certainly, once chosen another expert than 0."""
+
 
 def as_integers(array: Any, name: str) -> np.ndarray:
-    array = np.asarray(array)
+    array = as_array(array, name, RoutesError)
     if array.dtype.kind not in "ui":
         raise RoutesError(f"{name} must hold integers, got dtype {array.dtype}")
     return array
@@ -27,7 +33,7 @@ def as_integers(array: Any, name: str) -> np.ndarray:
 def captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
     if captured is None:
         return Runs.constant(True, rows)
-    mask = np.asarray(captured)
+    mask = as_array(captured, "captured", RoutesError)
     if mask.dtype != bool or mask.shape != (rows,):
         raise RoutesError(f"captured must be {rows} booleans, one per row, got {mask.dtype} {list(mask.shape)}")
     return Runs.of(mask)
@@ -36,7 +42,7 @@ def captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
 def version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
     if versions is None:
         return None
-    array = np.asarray(versions)
+    array = as_array(versions, "versions", RoutesError)
     if array.dtype.kind not in "ui" or array.shape not in ((), (rows,)):
         raise RoutesError(
             f"versions must be an integer or {rows} integers, one per row, got {array.dtype} {list(array.shape)}"
@@ -46,22 +52,27 @@ def version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
     return Runs.constant(int(array), rows) if array.shape == () else Runs.of(array.astype(np.int64))
 
 
-def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs) -> np.ndarray:
-    """`ids` in the spec's dtype, after the range and duplicate check of every captured row."""
+def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs, owned: bool = False) -> np.ndarray:
+    """`ids` in the spec's dtype, after the range and duplicate check of every captured row.
+
+    They are a copy, made before the check, unless they are `owned` (made by the caller for this) or nobody can
+    write to them.
+    """
     for start, end in captured.spans(True):
         if ids_TLK.dtype != spec.dtype and end > start:  # the cast below must not wrap a value around
             piece = ids_TLK[start:end]
             if int(piece.min()) < 0 or int(piece.max()) >= spec.num_experts:
                 _refuse(piece, spec, start)
     if ids_TLK.dtype == spec.dtype and not captured.spans(False):
-        ids = np.ascontiguousarray(ids_TLK)  # no copy where it is contiguous
+        keep = owned or is_immutable(ids_TLK)
+        ids = np.ascontiguousarray(ids_TLK) if keep else np.array(ids_TLK, order="C")
     else:
         ids = np.zeros(ids_TLK.shape, spec.dtype)
         for start, end in captured.spans(True):
             ids[start:end] = ids_TLK[start:end]
     for start, end in captured.spans(True):
         if kernel.first_bad_set(ids[start:end].reshape(-1, spec.top_k), spec.num_experts) >= 0:
-            _refuse(ids_TLK[start:end], spec, start)
+            _refuse(ids[start:end], spec, start)
     return read_only(ids)
 
 
@@ -76,6 +87,43 @@ def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
             if len(set(experts)) != len(experts):
                 hint = " (an all-zero row is a row that was never captured)" if not any(experts) else ""
                 raise RoutesError(f"{place} repeat an expert{hint}")
+
+
+def zero_layers(ids_TLK: np.ndarray) -> list[int]:
+    """The columns that are zero in every row."""
+    if not len(ids_TLK):
+        return []
+    # The first row finds the suspects: a full pass over all rows would cost more than the check of the sets.
+    suspects = np.flatnonzero(~ids_TLK[0].any(axis=-1))
+    return [column for column in suspects.tolist() if not ids_TLK[:, column].any()]
+
+
+def never_captured(spec: RouterSpec, columns: Sequence[int], rows: int, advice: str = "") -> RoutesError:
+    layers = sorted({spec.layers[column] for column in columns})
+    return RoutesError(
+        f"layers {shorten(layers)} are zero in all {rows} rows of the engine's capture: "
+        f"its hook never ran there (a fused router, or capture switched off), so nothing was recorded{advice}"
+    )
+
+
+def shorten(layers: Sequence[int]) -> str:
+    shown = ", ".join(str(layer) for layer in layers[:8])
+    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > 8 else f"[{shown}]"
+
+
+def is_immutable(holder: Any) -> bool:
+    """Can nobody write to this array or buffer? True where all that hold its memory, down to the owner, are read-only.
+
+    An array that owns its memory does not count: its owner can make it writable again. A read-only map of a file
+    counts: copying it would take away its use.
+    """
+    while True:
+        if isinstance(holder, np.ndarray) and not holder.flags.writeable:
+            holder = holder.base
+        elif isinstance(holder, memoryview) and holder.readonly:
+            holder = holder.obj
+        else:
+            return isinstance(holder, bytes) or (isinstance(holder, mmap.mmap) and memoryview(holder).readonly)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from router_replay.arguments import exact_int
 from router_replay.errors import SpecError
 
 MAX_EXPERTS = 1 << 16  # ids are stored in at most two bytes
@@ -35,15 +36,18 @@ class RouterSpec:
     num_layers: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k"):
-            object.__setattr__(self, name, _integer(getattr(self, name), name))
-        if not 1 <= self.num_experts <= MAX_EXPERTS:
-            raise SpecError(f"num_experts must be between 1 and {MAX_EXPERTS}, got {self.num_experts}")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise SpecError(f"top_k must be between 1 and num_experts={self.num_experts}, got {self.top_k}")
+        experts = exact_int(self.num_experts, "num_experts", SpecError, 1, MAX_EXPERTS)
+        object.__setattr__(self, "num_experts", experts)
+        top_k = exact_int(self.top_k, "top_k", SpecError)
+        if not 1 <= top_k <= experts:
+            raise SpecError(f"top_k must be between 1 and num_experts={experts}, got {top_k}")
+        object.__setattr__(self, "top_k", top_k)
         object.__setattr__(self, "layers", _layer_ids(self.layers))
+        if not isinstance(self.ordered, bool | np.bool_):
+            raise SpecError(f"ordered must be True or False, got {self.ordered!r}")
+        object.__setattr__(self, "ordered", bool(self.ordered))
         if self.num_layers is not None:
-            object.__setattr__(self, "num_layers", _integer(self.num_layers, "num_layers"))
+            object.__setattr__(self, "num_layers", exact_int(self.num_layers, "num_layers", SpecError, 1))
             if self.num_layers <= self.layers[-1]:
                 raise SpecError(f"num_layers={self.num_layers} does not reach the last routed layer {self.layers[-1]}")
 
@@ -83,16 +87,10 @@ class RouterSpec:
         return dataclasses.replace(self, layers=kept)
 
 
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise SpecError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
 def _layer_ids(layers: Any) -> tuple[int, ...]:
     if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
         raise SpecError(f"layers must be a sequence of decoder layer ids, got {layers!r}")
-    ids = tuple(_integer(layer, "a layer id") for layer in layers)
+    ids = tuple(exact_int(layer, "a layer id", SpecError, least=-1) for layer in layers)
     if not ids:
         raise SpecError("layers is empty: a spec needs at least one routed layer")
     if ids[0] < 0 or any(b < a for a, b in itertools.pairwise(ids)):

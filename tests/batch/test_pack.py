@@ -165,7 +165,7 @@ def test_without_routes_there_is_nothing_to_replay() -> None:
             r"sample 0: logprobs .* expected \[3\], got \[2\]",
         ),
         ([Sample(np.arange(3), np.zeros(3), np.ones(3, bool), Routes.missing(2, SPEC))], {}, "3 tokens but 2 rows"),
-        ([Sample(np.zeros(0, int), np.zeros(0), np.ones(0, bool), None)], {}, "token_ids must be a flat array"),
+        ([Sample(np.zeros(0, int), np.zeros(0), np.ones(0, bool), None)], {}, "sample 0: token_ids is empty"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(samples: list, arguments: dict, message: str) -> None:

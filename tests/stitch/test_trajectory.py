@@ -141,13 +141,13 @@ def test_a_branch_shares_the_common_prefix_without_copying() -> None:
     [
         (([], [1], [-1.0], None), "prompt_ids is empty"),
         (([1], [2], [], None), "logprobs must be 1 numbers"),
-        (([1], [2], [float("nan")], None), "log-prob of completion token 0 is NaN"),
+        (([1], [2], [float("nan")], None), "logprobs of the completion: the value at position 0 is nan"),
         (([1], [2], [-1.0], None), "1 tokens came without routes"),
         (([1], [2], [-1.0], [[1]]), "routes must be a Routes, got list"),
         (([[1]], [2], [-1.0], None), "prompt_ids must be a flat sequence"),
         (([1.5], [2], [-1.0], None), "prompt_ids must be a flat sequence"),
         (([1], [2], [-1.0], random_routes(1, RouterSpec(4, 2, (0,)))), "another model"),
-        (([1, 2], [2], [-1.0], random_routes(2, SPEC), -1), r"start must be an integer in \[0, 2\]"),
+        (([1, 2], [2], [-1.0], random_routes(2, SPEC), -1), "start must be at least 0, got -1"),
         (([1, 2], [2], [-1.0], random_routes(2, SPEC), 3), r"start must be an integer in \[0, 2\]"),
     ],
 )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -69,3 +74,24 @@ def test_uncaptured_rows_are_zeros() -> None:
     offset = wire.read_header(blob).payload_offset
     with pytest.raises(WireError, match="row 2 is not captured"):
         wire.decode(patched(blob, offset + 2 * spec.row_bytes + 5, b"\1"))
+
+
+@pytest.mark.parametrize("held", [bytearray, lambda blob: memoryview(bytearray(blob)).toreadonly()])
+@pytest.mark.parametrize("check_rows", [True, False])
+def test_a_blob_that_can_still_be_written_to_is_copied(held: Callable[[bytes], Any], check_rows: bool) -> None:
+    routes = random_routes(20, spec_of(128, 8))
+    blob = held(wire.encode(routes, "dense"))
+    back = wire.decode(blob, check_rows=check_rows)
+    writable = blob if isinstance(blob, bytearray) else blob.obj
+    writable[-100:] = bytes(100)
+    assert back == routes
+
+
+def test_a_read_only_map_of_a_file_is_read_in_place(tmp_path: pathlib.Path) -> None:
+    routes = random_routes(20, spec_of(128, 8))
+    (tmp_path / "blob").write_bytes(wire.encode(routes, "dense"))
+    with (tmp_path / "blob").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    back = wire.decode(mapped)
+    assert back == routes
+    assert np.shares_memory(back.ids, np.frombuffer(mapped, np.uint8))

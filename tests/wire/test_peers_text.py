@@ -118,10 +118,10 @@ def test_nemo_says_missing_with_minus_one() -> None:
 
 def test_nemo_missing_rows_neither_make_nor_hide_a_layer_that_never_ran() -> None:
     spec = RouterSpec(num_experts=8, top_k=1, layers=(0, 1))
-    one = peers.from_nemo(nemo([-1, -1, 3, 0], shape="2x2x1"), spec)  # one captured row may well be expert 0
-    assert one.captured.tolist() == [False, True]
-    with pytest.raises(WireError, match=r"layers \[1\] are zero"):
-        peers.from_nemo(nemo([-1, -1, 3, 0, 4, 0], shape="3x2x1"), spec)
+    few = peers.from_nemo(nemo([-1, -1, *[3, 0] * 63], shape="64x2x1"), spec)  # 63 captured rows may be expert 0
+    assert few.captured.tolist() == [False] + [True] * 63
+    with pytest.raises(WireError, match=r"layers \[1\] are zero in all 64 rows"):
+        peers.from_nemo(nemo([-1, -1, *[3, 0] * 64], shape="65x2x1"), spec)
 
 
 @pytest.mark.parametrize("place", [8, 9, 10, 15])

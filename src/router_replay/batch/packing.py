@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from router_replay.arguments import LARGEST, exact_int
 from router_replay.batch.sample import Sample, SampleLike
 from router_replay.batch.types import NO_LABEL, Batch
 from router_replay.errors import BatchError
@@ -57,6 +58,7 @@ def pack(
     """
     if on_missing not in ("raise", "live"):
         raise BatchError(f'on_missing must be "raise" or "live", got {on_missing!r}')
+    pad_token_id = exact_int(pad_token_id, "pad_token_id", BatchError, least=-LARGEST)
     checked = [Sample.of(sample, where=f"sample {number}") for number, sample in enumerate(samples)]
     routes = _all_routes(checked)
     if on_missing == "raise":
@@ -92,8 +94,8 @@ def pack(
 
 def first_fit_decreasing(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Layout:
     """Longest first, each into the first bin with room; ties keep the order given."""
-    if multiple < 1:
-        raise BatchError(f"pad_to_multiple_of must be at least 1, got {multiple}")
+    max_tokens = exact_int(max_tokens, "max_tokens", BatchError, least=1)
+    multiple = exact_int(multiple, "pad_to_multiple_of", BatchError, least=1)
     if not lengths:
         raise BatchError("there are no samples to pack")
     padded = [-(-length // multiple) * multiple for length in lengths]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from router_replay.arguments import as_array, float32_array, int64_array, refuse_not_finite
 from router_replay.errors import BatchError
 from router_replay.routes import Routes
 
@@ -41,24 +42,27 @@ class Sample:
     @classmethod
     def of(cls, source: SampleLike, advantages: Any = None, where: str = "sample") -> Sample:
         """A checked Sample from a Trajectory or anything shaped like one."""
-        tokens = np.asarray(source.token_ids)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
-            raise BatchError(
-                f"{where}: token_ids must be a flat array of token ids, got {tokens.dtype} {list(tokens.shape)}"
-            )
-        mask = _per_token(source.loss_mask, len(tokens), bool, f"{where}: loss_mask")
-        logprobs = _per_token(source.logprobs, len(tokens), np.float32, f"{where}: logprobs")
+        tokens = int64_array(source.token_ids, f"{where}: token_ids", BatchError)
+        if not len(tokens):
+            raise BatchError(f"{where}: token_ids is empty: a sample has one token or more")
+        mask = _mask(source.loss_mask, len(tokens), f"{where}: loss_mask")
+        logprobs = _per_token(source.logprobs, len(tokens), f"{where}: logprobs")
+        refuse_not_finite(logprobs, f"{where}: logprobs of tokens that bear loss", BatchError, mask)
         if advantages is None:
             advantages = getattr(source, "advantages", 0.0)
-        advantages = np.broadcast_to(np.asarray(advantages, np.float32), np.shape(advantages) or len(tokens))
-        advantages = _per_token(advantages, len(tokens), np.float32, f"{where}: advantages")
+        advantages = as_array(advantages, f"{where}: advantages", BatchError)
+        advantages = np.broadcast_to(advantages, advantages.shape or len(tokens))
+        advantages = _per_token(advantages, len(tokens), f"{where}: advantages")
+        refuse_not_finite(advantages, f"{where}: advantages", BatchError)
         routes = source.routes
+        if routes is not None and not isinstance(routes, Routes):
+            raise BatchError(f"{where}: routes must be a Routes or None, got {type(routes).__name__}")
         if routes is not None and len(routes) != len(tokens):
             raise BatchError(
                 f"{where}: {len(tokens)} tokens but {len(routes)} rows; every token has a row, "
                 "uncaptured where it is not known (Routes.missing)"
             )
-        return cls(tokens.astype(np.int64, copy=False), logprobs, mask, routes, advantages)
+        return cls(tokens, logprobs, mask, routes, advantages)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -74,8 +78,23 @@ class Sample:
         return int(needed.argmax()) if needed.any() else None
 
 
-def _per_token(values: Any, tokens: int, dtype: Any, name: str) -> np.ndarray:
-    array = np.asarray(values)
+def _per_token(values: Any, tokens: int, name: str) -> np.ndarray:
+    return _of_length(float32_array(values, name, BatchError), tokens, name)
+
+
+def _mask(values: Any, tokens: int, name: str) -> np.ndarray:
+    """Booleans, or numbers that are 0 or 1: a weight such as 0.5 would count in full."""
+    array = _of_length(as_array(values, name, BatchError), tokens, name)
+    if array.dtype == bool:
+        return array
+    odd = (array != 0) & (array != 1) if array.dtype.kind in "fui" else np.ones(tokens, bool)
+    if np.any(odd):
+        position = int(np.argmax(odd))
+        raise BatchError(f"{name} must be booleans, or 0 and 1, got {array[position]!s} at position {position}")
+    return array.astype(bool)
+
+
+def _of_length(array: np.ndarray, tokens: int, name: str) -> np.ndarray:
     if array.shape != (tokens,):
         raise BatchError(f"{name} must have one entry per token: expected [{tokens}], got {list(array.shape)}")
-    return array.astype(dtype, copy=False)
+    return array

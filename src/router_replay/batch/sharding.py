@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from router_replay.arguments import LARGEST, exact_int
 from router_replay.errors import BatchError
 
 ShardKind = Literal["contiguous", "zigzag"]
@@ -17,8 +18,7 @@ def shard_index(cu_seqlens: np.ndarray, bin_ends: np.ndarray, rank: int, size: i
     One sequence of 8 slots over 2 ranks: contiguous gives 0 1 2 3 and 4 5 6 7; zigzag gives
     0 1 6 7 and 2 3 4 5, so that causal attention costs both ranks the same.
     """
-    if size < 1 or not 0 <= rank < size:
-        raise BatchError(f"rank must lie in [0, size), got rank {rank} of size {size}")
+    rank, size = checked_rank(rank, size)
     if kind == "contiguous":
         starts = np.concatenate([[0], bin_ends[:-1]])
         return _concatenate([_pieces(a, b, size, f"bin {i}", [rank]) for i, (a, b) in _pairs(starts, bin_ends)])
@@ -27,6 +27,13 @@ def shard_index(cu_seqlens: np.ndarray, bin_ends: np.ndarray, rank: int, size: i
         spans = _pairs(cu_seqlens[:-1], cu_seqlens[1:])
         return _concatenate([_pieces(a, b, 2 * size, f"sequence {i}", mine) for i, (a, b) in spans])
     raise BatchError(f"kind must be one of {get_args(ShardKind)}, got {kind!r}")
+
+
+def checked_rank(rank: int, size: int) -> tuple[int, int]:
+    size = exact_int(size, "size", BatchError, least=1)
+    if not 0 <= exact_int(rank, "rank", BatchError, least=-LARGEST) < size:
+        raise BatchError(f"rank must lie in [0, size), got rank {rank} of size {size}")
+    return int(rank), size
 
 
 def _pairs(starts: np.ndarray, ends: np.ndarray) -> list[tuple[int, tuple[int, int]]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from router_replay.batch.sharding import ShardKind, shard_index
+from router_replay.batch.sharding import ShardKind, checked_rank, shard_index
 from router_replay.errors import BatchError
 from router_replay.routes import Routes
 
@@ -99,6 +99,7 @@ class Batch:
         into 2 * size pieces of which rank r takes pieces r and 2 * size - 1 - r (ring attention).
         """
         self._refuse_shard("shard")
+        rank, size = checked_rank(rank, size)
         index = shard_index(self.cu_seqlens, self.bin_ends, rank, size, kind)
         return self._take(index, slots=index, bin_ends=self.bin_ends // size, shard_of=(rank, size, kind))
 

@@ -39,6 +39,7 @@ class DynamoEngine(HttpEngine):
 
     `settings` are the workers' engine arguments, where the caller knows them: those that make rows stale (KV offload,
     a KV connector, context or pipeline parallel, prefill/decode) are refused here, since the frontend does not tell.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
     """
 
     server = "Dynamo"
@@ -55,6 +56,7 @@ class DynamoEngine(HttpEngine):
         timeout: float = 3600.0,
         api_key: str | None = None,
         vocabulary: int | None = None,
+        allow_zero_layers: bool = False,
     ) -> None:
         self.spec = spec
         self._model = model
@@ -62,7 +64,7 @@ class DynamoEngine(HttpEngine):
         self._settings = settings or {}
         self._calls: dict[str, list[asyncio.Task[Completion]]] = {}
         self._workers: list[Http] = []
-        super().__init__(url, version, timeout, api_key, vocabulary)
+        super().__init__(url, version, timeout, api_key, vocabulary, allow_zero_layers)
 
     async def _connect(self) -> None:
         for url in self._worker_urls:  # one by one: a bad URL must not leave the others' connections open
@@ -247,11 +249,10 @@ def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, req
             f"{request.id}: no nvext.routed_experts in the answer: start the workers with "
             "--enable-return-routed-experts (TensorRT-LLM workers return none)"
         )
-    zeros = spec.top_k == 1
-    try:
+    try:  # zero layers are counted over all answers, by CaptureWatch
         if isinstance(value, str):
-            return wire.from_sglang(value, spec, allow_zero_layers=zeros), 0
-        rows = wire.from_dynamo(value, spec, prompt_length=prompt, allow_zero_layers=zeros)
+            return wire.from_sglang(value, spec, allow_zero_layers=True), 0
+        rows = wire.from_dynamo(value, spec, prompt_length=prompt, allow_zero_layers=True)
         start = wire.peer_start(value)
     except RouterReplayError as error:
         raise EngineError(f"{request.id}: {error}") from error

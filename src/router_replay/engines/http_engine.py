@@ -40,11 +40,19 @@ class Flight:
 class HttpEngine(LoopEngine):
     """The protocol over a server. A subclass supplies the calls below "what a server does"."""
 
-    def __init__(self, url: str, version: int, timeout: float, api_key: str | None, vocabulary: int | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        version: int,
+        timeout: float,
+        api_key: str | None,
+        vocabulary: int | None,
+        allow_zero_layers: bool = False,
+    ) -> None:
         self.vocabulary = checks.vocabulary(vocabulary)
         self._timeout = checks.seconds(timeout, "timeout")
         self._api_key = api_key
-        super().__init__(version)
+        super().__init__(version, allow_zero_layers)
         self._flights: list[Flight] = []
         self._open = True  # requests start; shut while paused and while weights change
         self._held = False  # the server itself does not compute
@@ -107,6 +115,7 @@ class HttpEngine(LoopEngine):
             else:
                 flight.version, flight.started = self.version, True
                 completions = await self._generate(flight)
+                self._capture_watch.check(completions, self.spec)
         except BaseException as error:
             raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:

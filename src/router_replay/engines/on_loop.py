@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from router_replay.engines import checks
 from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
+from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.http import printable
 from router_replay.errors import EngineError, RouterReplayError
 
@@ -27,8 +28,9 @@ class LoopEngine(Engine):
     server = "HTTP"
     """What stands behind the connection, in errors."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, allow_zero_layers: bool = False) -> None:
         self.version = checks.version(version)
+        self._capture_watch = CaptureWatch(allow_zero_layers)
         self._closed = False
         self._tasks: dict[str, asyncio.Task[Any] | None] = {}
         self._loop = asyncio.new_event_loop()

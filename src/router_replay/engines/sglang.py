@@ -39,6 +39,7 @@ class SglangEngine(HttpEngine):
     `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere;
     so is `vocabulary`, the number of token ids, which may be left out.
     `role` is for a server of a prefill/decode pair; see engines.prefill_decode.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
     """
 
     server = "SGLang"
@@ -53,13 +54,14 @@ class SglangEngine(HttpEngine):
         role: Role = "whole",
         api_key: str | None = None,
         vocabulary: int | None = None,
+        allow_zero_layers: bool = False,
     ) -> None:
         self._given = spec
         self._role = role
         self._names: dict[str, int] = {}  # the server's name of each policy version
         self._name = ""
         self._seeds = False
-        super().__init__(url, version, timeout, api_key, vocabulary)
+        super().__init__(url, version, timeout, api_key, vocabulary, allow_zero_layers)
 
     async def _connect(self) -> None:
         info = await self._info("/server_info", "/get_server_info")

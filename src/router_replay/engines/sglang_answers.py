@@ -84,7 +84,8 @@ def completion_of(
     start, rows = request.routes_start, prompt + tokens - 1
     found = Routes.missing(rows - start if tokens else 0, spec)
     if tokens and meta.routed_experts is not None:
-        found = _rows(meta.routed_experts, spec, request.id)
+        # Zero layers are counted over all answers, by CaptureWatch.
+        found = _rows(meta.routed_experts, spec, request.id, allow_zero_layers=True)
         if len(found) == rows - start:
             # The token at position p was sampled by the pass that computed row p - 1; the prompt by the first pass.
             of_rows = np.concatenate([np.full(prompt - 1, versions[0]), versions])
@@ -106,11 +107,13 @@ def completion_of(
     ).check(prompt, vocabulary, request.sampling.max_tokens)
 
 
-def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start: int = 0) -> Routes:
+def routes_of_openai(
+    body: bytes | Mapping[str, Any], spec: RouterSpec, *, start: int = 0, allow_zero_layers: bool = False
+) -> Routes:
     """The rows of a `/v1/completions` or `/v1/chat/completions` answer, asked for with `return_routed_experts`.
 
     `start` is the `routed_experts_start_len` that was sent. SGLang puts one array beside all choices, the first
-    choice's: an answer of more than one choice is refused.
+    choice's: an answer of more than one choice is refused. `allow_zero_layers` is Routes.from_engine's.
     """
     try:
         answer = msgspec.json.decode(body) if isinstance(body, bytes) else body
@@ -135,7 +138,7 @@ def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start
             f"weights changed during this answer ({[span.get('version') for span in spans]}), and the OpenAI routes do "
             "not say whether the old tokens were computed anew: use /generate (SglangEngine)"
         )
-    rows = _rows(text, spec, "sglext")
+    rows = _rows(text, spec, "sglext", allow_zero_layers)
     sizes = [size for size in (usage.get("prompt_tokens"), usage.get("completion_tokens")) if isinstance(size, int)]
     expected = sum(sizes) - 1 - start if len(sizes) == 2 else len(rows)
     if len(rows) != expected:
@@ -145,9 +148,9 @@ def routes_of_openai(body: bytes | Mapping[str, Any], spec: RouterSpec, *, start
     return rows
 
 
-def _rows(text: str, spec: RouterSpec, place: str) -> Routes:
+def _rows(text: str, spec: RouterSpec, place: str, allow_zero_layers: bool) -> Routes:
     try:
-        return wire.from_sglang(text, spec, allow_zero_layers=spec.top_k == 1)
+        return wire.from_sglang(text, spec, allow_zero_layers=allow_zero_layers)
     except RouterReplayError as error:
         raise EngineError(f"{place}: {error}") from error
 

@@ -68,9 +68,11 @@ class VllmClient(LoopEngine):
 
     server = "vLLM"
 
-    def __init__(self, start: Coroutine[Any, Any, Transport], version: int = 0) -> None:
+    def __init__(
+        self, start: Coroutine[Any, Any, Transport], version: int = 0, *, allow_zero_layers: bool = False
+    ) -> None:
         try:
-            super().__init__(version)
+            super().__init__(version, allow_zero_layers)
         except BaseException:
             start.close()
             raise
@@ -116,6 +118,7 @@ class VllmClient(LoopEngine):
             samples = aborted if flight.stopped.is_set() else await self._transport.generate(flight)
             self._refuse_broken()  # also where it broke meanwhile: nobody knows what these were sampled from
             completions = self._completions(flight, samples)
+            self._capture_watch.check(completions, self.spec)
         except BaseException as error:
             raise self._fail(request, flight.done, error)  # noqa: B904  which has its cause
         else:

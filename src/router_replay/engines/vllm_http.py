@@ -36,6 +36,7 @@ class VllmHttpEngine(VllmClient):
     """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
 
     `spec` is needed where the plugin is missing; `vocabulary`, the number of token ids, may be given there.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class VllmHttpEngine(VllmClient):
         timeout: float = 3600.0,
         api_key: str | None = None,
         vocabulary: int | None = None,
+        allow_zero_layers: bool = False,
     ) -> None:
         given = checks.vocabulary(vocabulary)
-        super().__init__(_connect(checked_url(url), spec, given, checks.seconds(timeout, "timeout"), api_key), version)
+        connecting = _connect(checked_url(url), spec, given, checks.seconds(timeout, "timeout"), api_key)
+        super().__init__(connecting, version, allow_zero_layers=allow_zero_layers)
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -80,7 +83,7 @@ def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         rows = None
         if choice.routed_experts is not None:
-            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=spec.top_k == 1)
+            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
         logprobs = [token.logprob for token in content]
         samples.append(Sample(choice.index, choice.token_ids or [], logprobs, rows, choice.finish_reason))
     return samples

@@ -31,10 +31,22 @@ from router_replay.spec import RouterSpec
 
 
 class VllmEngine(VllmClient):
-    """A vLLM engine of one's own. With `forced_routes=False` its routers are left alone."""
+    """A vLLM engine of one's own. With `forced_routes=False` its routers are left alone.
 
-    def __init__(self, model: str, *, version: int = 0, forced_routes: bool = True, **engine_arguments: Any) -> None:
-        super().__init__(_start(str(model), forced_routes, engine_arguments), version)
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        version: int = 0,
+        forced_routes: bool = True,
+        allow_zero_layers: bool = False,
+        **engine_arguments: Any,
+    ) -> None:
+        start = _start(str(model), forced_routes, engine_arguments)
+        super().__init__(start, version, allow_zero_layers=allow_zero_layers)
 
 
 async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
@@ -142,7 +154,8 @@ class _InProcess(Transport):
         tokens = list(choice.token_ids)
         logprobs = [step[token].logprob for token, step in zip(tokens, choice.logprobs or (), strict=False)]
         array = choice.routed_experts
-        rows = None if array is None else Routes.from_engine(array, self.spec, allow_zero_layers=self.spec.top_k == 1)
+        # vLLM made the array for this answer; zero layers are counted over all answers, by CaptureWatch.
+        rows = None if array is None else Routes._from_engine(array, self.spec, allow_zero_layers=True, owned=True)
         return Sample(choice.index, tokens, logprobs, rows, choice.finish_reason)
 
     async def abort(self, names: Sequence[str]) -> None:

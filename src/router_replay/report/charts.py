@@ -7,6 +7,7 @@ import html
 import json
 from collections.abc import Sequence
 
+from router_replay.report.bins import Point
 from router_replay.report.numbers import Kind, number
 from router_replay.report.scales import TINY, Scale, linear_scale, log_scale, step_scale
 
@@ -33,10 +34,11 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One run's curve: (step, value) in order. None is a value that was not finite: marked at the top edge."""
+    """One run's curve. What was not finite is marked at the top edge. `last` is the value of the last step."""
 
     name: str
-    points: Sequence[tuple[int, float | None]]
+    points: Sequence[Point]
+    last: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ def figure(chart: Chart, series: Sequence[Series]) -> str:
     scale = ", log scale" if chart.log else ""
     keys = "".join(
         f'<span class="run"><i class="swatch c{index % COLOURS}"></i><span class="name">{html.escape(one.name)}</span>'
-        f"<b>{html.escape(_last(one, chart.kind))}</b></span>"
+        f"<b>{html.escape(number(one.last, chart.kind))}</b></span>"
         for index, one in enumerate(series)
     )
     return (
@@ -69,15 +71,11 @@ def figure(chart: Chart, series: Sequence[Series]) -> str:
     )
 
 
-def _last(series: Series, kind: Kind) -> str:
-    return number(series.points[-1][1] if series.points else None, kind)
-
-
 def _svg(chart: Chart, series: Sequence[Series]) -> str:
-    values = [value for one in series for _, value in one.points if value is not None]
+    values = [value for one in series for point in one.points for value in (point.low, point.high) if value is not None]
     if not values:
         return '<p class="nothing">not recorded in these runs</p>'
-    steps = [step for one in series for step, _ in one.points]
+    steps = [point.step for one in series for point in one.points]
     log = chart.log and max(values) > TINY
     frame = _Frame(step_scale(steps), log_scale(values) if log else linear_scale(values, chart.kind, chart.from_zero))
     curves = "".join(_curve(one, index, frame) for index, one in enumerate(series))
@@ -108,27 +106,39 @@ def _curve(series: Series, index: int, frame: _Frame) -> str:
     style = f"c{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
     parts = []
     for stretch in _stretches(series.points):
-        places = [frame.at(step, value) for step, value in stretch]
+        places = [frame.at(step, mean) for step, _, mean, _ in stretch]
+        if any(low != high for _, low, _, high in stretch):
+            parts.append(_band([(step, low, high) for step, low, _, high in stretch], style, frame))
         if len(places) > 1:
-            corners = "L".join(f"{x} {y}" for x, y in places)
-            parts.append(f'<path class="curve {style}" d="M{corners}"/>')
+            parts.append(f'<path class="curve {style}" d="M{_corners(places)}"/>')
         if len(places) == 1 or len(series.points) <= MOST_DOTS:
             parts += [f'<circle class="dot {style}" cx="{x}" cy="{y}" r="2"/>' for x, y in places]
-    for step, value in series.points:
-        if value is None:
-            x = frame.across(step)
-            parts.append(f'<path class="curve {style}" d="M{x - 3} {TOP - 6}l6 6m0-6l-6 6"/>')
+    for point in series.points:
+        if point.not_finite:
+            x = frame.across(point.step)
+            parts.append(f'<path class="curve {style}" d="M{round(x - 3, 1)} {TOP - 6}l6 6m0-6l-6 6"/>')
     return "".join(parts)
 
 
-def _stretches(points: Sequence[tuple[int, float | None]]) -> list[list[tuple[int, float]]]:
-    """The curve is broken where a value was not finite."""
-    stretches: list[list[tuple[int, float]]] = [[]]
-    for step, value in points:
-        if value is None:
+def _band(stretch: Sequence[tuple[int, float, float]], style: str, frame: _Frame) -> str:
+    """From the least to the greatest value of each bin: where a spike of one step shows."""
+    edge = [frame.at(step, high) for step, _, high in stretch]
+    edge += [frame.at(step, low) for step, low, _ in reversed(stretch)]
+    return f'<path class="band {style}" d="M{_corners(edge)}Z"/>'
+
+
+def _corners(places: Sequence[tuple[float, float]]) -> str:
+    return "L".join(f"{x} {y}" for x, y in places)
+
+
+def _stretches(points: Sequence[Point]) -> list[list[tuple[int, float, float, float]]]:
+    """(step, low, mean, high) of the points; the curve is broken where no value was finite."""
+    stretches: list[list[tuple[int, float, float, float]]] = [[]]
+    for point in points:
+        if point.low is None or point.mean is None or point.high is None:
             stretches.append([])
         else:
-            stretches[-1].append((step, value))
+            stretches[-1].append((point.step, point.low, point.mean, point.high))
     return [stretch for stretch in stretches if stretch]
 
 
@@ -141,13 +151,22 @@ def _hover(chart: Chart, series: Sequence[Series], frame: _Frame) -> str:
     """Per run and step: step, x, y (null where not finite), text. The page's script only looks these up."""
     table = [
         [
-            [step, frame.across(step), None if value is None else frame.up(value), _said(value, chart.kind)]
-            for step, value in one.points
+            [
+                point.step,
+                frame.across(point.step),
+                None if point.mean is None else frame.up(point.mean),
+                _said(point, chart.kind),
+            ]
+            for point in one.points
         ]
         for one in series
     ]
     return html.escape(json.dumps(table, separators=(",", ":")), quote=True)
 
 
-def _said(value: float | None, kind: Kind) -> str:
-    return "not finite" if value is None else number(value, kind)
+def _said(point: Point, kind: Kind) -> str:
+    if point.mean is None:
+        return "not finite"
+    if point.low == point.high:
+        return number(point.mean, kind)
+    return f"{number(point.mean, kind)} ({number(point.low, kind)} to {number(point.high, kind)})"

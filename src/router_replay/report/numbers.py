@@ -26,10 +26,13 @@ def number(value: float | None, kind: Kind) -> str:
         case "share":
             return _percent(100 * value) + " %"
         case "count":
-            return f"{value:,.0f}"
+            return f"{value:,.0f}" if abs(value) < 1e15 else scientific(value, 2)
         case "seconds":
-            return f"{value:.2f} s" if abs(value) < 10 else f"{value:.1f} s"
+            short = f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+            return f"{short if abs(value) < 1e9 else scientific(value, 2)} s"
         case "ratio":
+            if abs(value) >= 1e6:
+                return f"{scientific(value, 2)}×"
             return f"{value:.2f}×" if abs(value) >= 0.095 else f"{value:.2g}×"
 
 
@@ -55,4 +58,4 @@ def _percent(percent: float) -> str:
         return f"{percent:.2g}"
     if 99.95 <= percent < 100:  # "100.0" would say that no token differed
         return f"{min(percent, 99.999):.3f}"
-    return f"{percent:.1f}"
+    return f"{percent:.1f}" if abs(percent) < 1e6 else scientific(percent, 2)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.errors import ConfigError
+from router_replay.report.bins import Grid, Point
 from router_replay.report.charts import COLOURS, Chart, Series, figure
 from router_replay.report.runs import LINES, Row, Run, cells, comparison, differing_settings, remarks
 from router_replay.report.style import COLOUR_RULES, SCRIPT, STYLE
@@ -47,26 +48,54 @@ def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequ
     if out.suffix == ".json":
         raise ConfigError(f"the page cannot be called {out.name}: its JSON twin gets that name; call it .html")
     rows = comparison(runs)
-    notes = [*notes, *remarks(rows)]
+    grid = Grid.of([[line["step"] for line in run.steps] for run in runs])
+    notes = [*notes, *remarks(rows), *([_binned(grid)] if grid else [])]
+    twin = json.dumps(_twin(runs, rows, title, notes, grid), indent=1, allow_nan=False, ensure_ascii=False)
+    page = _page(runs, rows, title, notes, grid)
     out.parent.mkdir(parents=True, exist_ok=True)
-    twin = json.dumps(_twin(runs, rows, title, notes), indent=1, allow_nan=False, ensure_ascii=False)
-    out.with_suffix(".json").write_text(twin + "\n", encoding="utf-8")
-    out.write_text(_page(runs, rows, title, notes), encoding="utf-8")
+    # Half of a surrogate pair, of a damaged name, is no UTF-8; in JSON its escape is even its right spelling.
+    out.with_suffix(".json").write_text(twin + "\n", encoding="utf-8", errors="backslashreplace")
+    out.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _twin(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str]) -> dict[str, Any]:
+def _binned(grid: Grid) -> str:
+    return (
+        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, the band goes from "
+        "the least to the greatest value. The table counts every step."
+    )
+
+
+def _twin(
+    runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str], grid: Grid | None
+) -> dict[str, Any]:
     return {
         "title": title,
         "explanation": EXPLANATION,
         "notes": list(notes),
         "table": [dataclasses.asdict(row) for row in rows],
-        "runs": [{"name": run.name, "config": run.config, "steps": run.steps} for run in runs],
+        "runs": [{"name": run.name, "config": run.config, **_steps(run, grid)} for run in runs],
     }
 
 
-def _page(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
+def _steps(run: Run, grid: Grid | None) -> dict[str, Any]:
+    """All steps, or where they are many, per metric [first step, low, mean, high, steps not finite] of each bin."""
+    if grid is None:
+        return {"steps": run.steps}
+    bins = {name: [dataclasses.astuple(point) for point in grid.gather(*run.column(name))] for name in run.metrics}
+    return {"bin_steps": grid.width, "bins": bins}
+
+
+def _series(run: Run, metric: str, grid: Grid | None) -> Series:
+    steps, values = run.column(metric)
+    last = Point.of(int(steps[-1]), float(values[-1])).mean if len(steps) else None
+    if grid is not None:
+        return Series(run.name, grid.gather(steps, values), last)
+    return Series(run.name, [Point.of(*point) for point in zip(steps.tolist(), values.tolist(), strict=True)], last)
+
+
+def _page(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str], grid: Grid | None) -> str:
     colours = "".join(COLOUR_RULES.format(index=index) for index in range(COLOURS))
-    figures = "\n".join(figure(chart, [Series(run.name, run.points(chart.metric)) for run in runs]) for chart in CHARTS)
+    figures = "\n".join(figure(chart, [_series(run, chart.metric, grid) for run in runs]) for chart in CHARTS)
     return f"""<!doctype html>
 <html lang="en">
 <head>

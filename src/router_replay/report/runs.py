@@ -15,8 +15,12 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from router_replay.errors import MeasureError
 from router_replay.report.numbers import Kind, number
@@ -24,6 +28,10 @@ from router_replay.report.numbers import Kind, number
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.json"
 LAST_STEPS = 3
+LAST_STEP = 1 << 53  # whole numbers up to here are exact in JSON's readers
+LARGEST = 1e290
+DEEPEST = 64  # levels of a config
+LONGEST_SETTING = 300  # characters of a setting that are shown
 """The reward at the end is the mean over this many steps: a single step is noisy."""
 
 
@@ -44,25 +52,50 @@ class Run:
         path = self.folder / CONFIG_FILE
         if not path.exists():
             return {}
+        advice = "write it anew, or remove it to do without"
         try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise MeasureError(f"{path} is not JSON ({error}); write it anew, or remove it to do without") from error
-        return config if isinstance(config, dict) else {}
+            config = json.loads(path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_float_or_text)
+        except (ValueError, RecursionError) as error:
+            raise MeasureError(f"{path} is not JSON ({error}); {advice}") from error
+        if not isinstance(config, dict) or _is_deeper(config, DEEPEST):
+            raise MeasureError(f"{path} must be an object of settings, at most {DEEPEST} levels deep; {advice}")
+        return config
 
-    def points(self, metric: str) -> list[tuple[int, float | None]]:
-        """(step, value) wherever the metric was written; None where it was not finite."""
-        return [(line["step"], line[metric]) for line in self.steps if metric in line]
+    def column(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values wherever the metric was written; NaN where it was not finite, or too large to reckon with.
+
+        Sums, differences and percentages of the others stay finite.
+        """
+        if metric not in self._columns:
+            lines = [line for line in self.steps if metric in line]
+            values = np.array([line[metric] for line in lines], np.float64)
+            values[np.abs(values) > LARGEST] = np.nan
+            self._columns[metric] = np.array([line["step"] for line in lines], np.int64), values
+        return self._columns[metric]
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        return {}
 
     def values(self, metric: str) -> list[float]:
-        return [value for _, value in self.points(metric) if value is not None]
+        """Those that are finite."""
+        _, values = self.column(metric)
+        return values[~np.isnan(values)].tolist()
+
+    @functools.cached_property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, in alphabetical order."""
+        names: set[str] = set()
+        for line in self.steps:
+            names.update(line)
+        return sorted(names - {"step"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What one run comes to. None: not recorded. `ratios` are against the first run's numbers.
 
-    `not_finite` counts, per metric, the steps whose value was NaN or infinite and is in no mean here.
+    `not_finite` counts, per metric, the steps whose value was NaN, infinite or beyond 1e290, and is in no mean here.
     """
 
     name: str
@@ -110,21 +143,54 @@ def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     if not path.is_file():
         raise MeasureError(f"there is no {METRICS_FILE} in {folder}: give the `output` folder of a training run")
-    *lines, _torn = path.read_text(errors="replace").split("\n")
-    return [_parsed(line, f"{path}:{position}") for position, line in enumerate(lines, 1)]
+    *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_parsed(line, path, position) for position, line in enumerate(lines, 1)]
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
+def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
+    """The values of a line; a number beyond what a float holds, such as 1e999, is None as NaN is."""
+    where = f"{path}:{position}"
     try:
-        values = json.loads(line, parse_constant=lambda _: None)  # NaN, of a file that others wrote
-    except ValueError as error:
-        raise MeasureError(f"{where} is not JSON ({error}); remove that line, and the rest can be read") from error
-    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-        raise MeasureError(f"{where}: a line must be an object with a whole number as its step, got {line[:80]}")
+        values = msgspec.json.decode(line)
+    except (ValueError, RecursionError):  # NaN and 1e999, of a file that others wrote: Python's own reader is slower
+        values = _by_the_slow_reader(line, where)
+    step = values.get("step") if isinstance(values, dict) else None
+    if type(step) is not int or abs(step) > LAST_STEP:
+        raise MeasureError(
+            f"{where}: a line must be an object with a whole number up to 2**53 as its step, got {line[:80]}"
+        )
     for name, value in values.items():
-        if value is not None and not isinstance(value, int | float):
-            raise MeasureError(f"{where}: {name} must be a number or null, got {value!r}")
+        if isinstance(value, int | float):
+            if not -sys.float_info.max <= value <= sys.float_info.max:
+                values[name] = None
+        elif value is not None:
+            shown = repr(value)[:80] if isinstance(value, str) else f"a {type(value).__name__}"
+            raise MeasureError(f"{where}: {name[:80]} must be a number or null, got {shown}")
     return values
+
+
+def _by_the_slow_reader(line: str, where: str) -> Any:
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise MeasureError(f"{where} is not JSON ({error}); remove that line, and the rest can be read") from error
+
+
+def _float_or_text(text: str) -> float | str:
+    return value if math.isfinite(value := float(text)) else text
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
@@ -134,12 +200,10 @@ def comparison(runs: Sequence[Run]) -> list[Row]:
 
 
 def _row(run: Run) -> Row:
-    rewards = [value for _, value in run.points("reward")]
-    last_rewards = [value for value in rewards[-LAST_STEPS:] if value is not None]
+    last_rewards = [value for value in run.column("reward")[1][-LAST_STEPS:].tolist() if not math.isnan(value)]
     replayed, live = run.values("routes/replayed"), run.values("routes/live")
     seconds = run.values("seconds/step")
-    names = sorted({name for line in run.steps for name in line})
-    missing = {name: sum(value is None for _, value in run.points(name)) for name in names}
+    missing = {name: int(np.isnan(run.column(name)[1]).sum()) for name in run.metrics}
     return Row(
         name=run.name,
         steps=len(run.steps),
@@ -158,7 +222,10 @@ def _row(run: Run) -> Row:
 
 
 def _at_first_step(run: Run, metric: str) -> float | None:
-    return run.steps[0].get(metric) if run.steps else None
+    steps, values = run.column(metric)
+    if not len(steps) or metric not in run.steps[0] or math.isnan(values[0]):
+        return None
+    return float(values[0])
 
 
 def _mean(run: Run, metric: str) -> float | None:
@@ -184,7 +251,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.not_finite:
             counts = ", ".join(f"{name} in {count} of {row.steps}" for name, count in row.not_finite.items())
-            found.append(f"{row.name}: not a finite number, and left out of the means: {counts} steps.")
+            found.append(f"{row.name}: not a finite number below 1e290, and left out of the means: {counts} steps.")
     return found
 
 
@@ -195,7 +262,11 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         return []
     names = dict.fromkeys(name for settings in flat for name in settings)
     table = [(name, [settings.get(name, "") for settings in flat]) for name in names if name != "output"]
-    return [(name, texts) for name, texts in table if len(set(texts)) > 1]
+    return [(_cut(name), [_cut(text) for text in texts]) for name, texts in table if len(set(texts)) > 1]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SETTING else f"{text[:LONGEST_SETTING]}…"
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -216,7 +287,7 @@ def cells(line: Line, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def as_text(rows: Sequence[Row]) -> str:
     """The table for a terminal: a line per number, a column per run, ratios against the first run beside them."""
-    table = [["", *(text for row in rows for text in (row.name, ""))]]
+    table = [["", *(text for row in rows for text in (_printable(row.name), ""))]]
     table += [[line.label, *(text for cell in cells(line, rows) for text in cell)] for line in LINES]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     printed = []
@@ -225,4 +296,9 @@ def as_text(rows: Sequence[Row]) -> str:
         printed.append("  ".join([label.ljust(widths[0]), *columns]).rstrip())
     printed.insert(1, "-" * max(map(len, printed)))
     ratio = [f"× is the ratio to {rows[0].name}."] if len(rows) > 1 else []
-    return "\n".join([*printed, *(f"\n{remark}" for remark in [*ratio, *remarks(rows)])])
+    return "\n".join([*printed, *(f"\n{_printable(remark)}" for remark in [*ratio, *remarks(rows)])])
+
+
+def _printable(text: str) -> str:
+    """Names come from folders and files: a terminal must not take them for its commands."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

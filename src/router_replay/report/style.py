@@ -57,7 +57,8 @@ svg { display: block; width: 100%; height: auto; overflow: visible; touch-action
 .tick.x { text-anchor: middle; }
 .curve { fill: none; stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .curve.dashed { stroke-dasharray: 5 4; }
-.dot { stroke: none; }
+.dot, .band { stroke: none; }
+.band { opacity: 0.28; }
 .cross { stroke: var(--soft); stroke-dasharray: 2 3; visibility: hidden; }
 .pointer { stroke: var(--card); stroke-width: 1.5; visibility: hidden; }
 .at { fill: var(--ink); font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 8px; }
@@ -75,7 +76,7 @@ svg { display: block; width: 100%; height: auto; overflow: visible; touch-action
 COLOUR_RULES = """
 .swatch.c{index} {{ background: var(--c{index}); }}
 .curve.c{index} {{ stroke: var(--c{index}); }}
-.dot.c{index}, .pointer.c{index} {{ fill: var(--c{index}); }}
+.dot.c{index}, .band.c{index}, .pointer.c{index} {{ fill: var(--c{index}); }}
 """
 
 SCRIPT = """

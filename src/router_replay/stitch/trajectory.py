@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from router_replay.arguments import exact_int, float32_array, int64_array, refuse_not_finite
 from router_replay.errors import StitchError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -59,9 +60,10 @@ class Trajectory:
         difference; with `branch=True` the response goes to a new Trajectory that shares the rows of
         the common prefix, whose loss mask is 0 there: those tokens are trained where they were sampled.
         """
-        prompt = _token_array(prompt_ids, "prompt_ids")
-        completion = _token_array(completion_ids, "completion_ids")
+        prompt = int64_array(prompt_ids, "prompt_ids", StitchError)
+        completion = int64_array(completion_ids, "completion_ids", StitchError)
         sampled_logprobs = _logprob_array(logprobs, len(completion))
+        start, version = exact_int(start, "start", StitchError), exact_int(version, "version", StitchError)
         if not len(prompt):
             raise StitchError("prompt_ids is empty: a response has at least one prompt token")
         same = self._common_prefix(prompt)
@@ -107,7 +109,7 @@ class Trajectory:
 
         The row of the last prompt token is always asked for: engines return it in any case.
         """
-        prompt = _token_array(prompt_ids, "prompt_ids")
+        prompt = int64_array(prompt_ids, "prompt_ids", StitchError)
         return max(0, min(self.next_start, self._common_prefix(prompt), len(prompt) - 1))
 
     def __len__(self) -> int:
@@ -156,10 +158,8 @@ class Trajectory:
         if routes.spec != self.spec:
             raise StitchError(f"routes are of another model: expected {self.spec}, got {routes.spec}")
         end = prompt + completion - 1
-        if isinstance(start, bool) or not isinstance(start, int | np.integer) or not 0 <= start <= end:
-            raise StitchError(
-                f"start must be an integer in [0, {end}] for {prompt} + {completion} tokens, got {start!r}"
-            )
+        if start > end:
+            raise StitchError(f"start must be an integer in [0, {end}] for {prompt} + {completion} tokens, got {start}")
         if len(routes) != end - start:
             raise StitchError(
                 f"expected {end - start} rows (prompt {prompt} + completion {completion} - 1 - start {start}), "
@@ -197,17 +197,9 @@ class Trajectory:
         self._rows.append(fresh if len(fresh) == len(rows) else fresh.copy())
 
 
-def _token_array(tokens: Any, name: str) -> np.ndarray:
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
-        raise StitchError(f"{name} must be a flat sequence of token ids, got {array.dtype} {list(array.shape)}")
-    return array.astype(np.int64, copy=False)
-
-
 def _logprob_array(logprobs: Any, tokens: int) -> np.ndarray:
-    array = np.asarray(logprobs, np.float32)
+    array = float32_array(logprobs, "logprobs", StitchError)
     if array.shape != (tokens,):
         raise StitchError(f"logprobs must be {tokens} numbers, one per completion token, got {list(array.shape)}")
-    if np.isnan(array).any():
-        raise StitchError(f"the log-prob of completion token {int(np.isnan(array).argmax())} is NaN")
+    refuse_not_finite(array, "logprobs of the completion", StitchError)
     return array

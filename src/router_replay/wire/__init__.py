@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from router_replay.arguments import exact_int
 from router_replay.errors import WireError
 from router_replay.routes import Routes
+from router_replay.row_checks import is_immutable
 from router_replay.spec import RouterSpec
 from router_replay.wire import dense, envelope, sets
 from router_replay.wire.envelope import Header
@@ -38,6 +40,8 @@ __all__ += ["to_dynamo", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_
 
 FREE_BYTES = 256 << 20  # ids of this size are decoded whatever the blob's size is
 FREE_EXPANSION = 64  # and above it, up to this many times the blob's size
+FREE_STEPS = 1 << 26  # of kernel.unranking_steps, about half a second, for a model that the caller did not name
+STEPS_PER_BYTE = 512  # and so many more for each byte of the blob: a model of today takes 2
 
 
 def encode(
@@ -56,6 +60,8 @@ def encode(
     """
     if codec not in envelope.CODECS:
         raise WireError(f"codec must be one of {', '.join(map(repr, envelope.CODECS))}, got {codec!r}")
+    start = exact_int(start, "start", WireError)
+    threads = exact_int(threads, "threads", WireError)
     payload = sets.encode(routes, threads) if codec == "sets" else dense.encode(routes)
     header = Header(
         spec=routes.spec,
@@ -83,15 +89,17 @@ def decode(
     `token_ids` are those of the whole sequence; the blob must carry their digest. `spec` is the
     model's, where the caller knows it. Every captured row is checked for range and repeated experts.
 
-    A `dense` blob decodes as a read-only view: it keeps the blob alive, and a mutable blob must not
-    be changed afterwards. A `sets` blob is unpacked into at most `max_bytes`; unless that is given,
-    into 256 MiB or 64 times the blob's size, whichever is more, so that a few hostile bytes cannot
-    fill the memory.
+    A `dense` blob decodes as a read-only view, which keeps the blob alive; a blob that somebody can
+    still write to, such as a bytearray, is copied first. A `sets` blob is unpacked into at most
+    `max_bytes`; unless that is given, into 256 MiB or 64 times the blob's size, whichever is more, so
+    that a few hostile bytes cannot fill the memory. Without a `spec`, a blob whose numbers of experts
+    and slots make unpacking slow for its size is refused.
 
     `check_rows=False` leaves the row check of a `dense` blob out, for blobs whose writer is known to
     be this package: it writes checked rows only, and the checksum, which is always verified, says
     that they arrived as written. The check costs up to the time of a copy with many slots per row.
     """
+    threads = exact_int(threads, "threads", WireError)
     view = envelope.as_bytes(blob)
     header = _parse(view)
     if spec is not None and spec != header.spec:
@@ -99,9 +107,13 @@ def decode(
     if token_ids is not None:
         envelope.check_digest(header, token_ids)
     if header.codec == "dense":
+        if not is_immutable(view):
+            view = memoryview(bytes(view))
         ids = dense.decode(view, header, check_rows)
     else:
         envelope.check_sum(view)
+        if spec is None:
+            sets.refuse_slow(header, FREE_STEPS + STEPS_PER_BYTE * len(view))
         ids = sets.decode(view, header, threads, _limit(view, max_bytes))
     known = header.spec if spec is None or header.spec.num_layers is not None else spec
     return Routes._trusted(ids, known, header.captured, header.versions)
@@ -130,4 +142,6 @@ def _parse(view: memoryview) -> Header:
 
 
 def _limit(view: memoryview, max_bytes: int | None) -> int:
-    return max(FREE_BYTES, FREE_EXPANSION * len(view)) if max_bytes is None else max_bytes
+    if max_bytes is None:
+        return max(FREE_BYTES, FREE_EXPANSION * len(view))
+    return exact_int(max_bytes, "max_bytes", WireError)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from router_replay.arguments import int64_array
 from router_replay.errors import SpecError, WireError
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
@@ -92,8 +93,6 @@ def seal(header: Header, payload: Any) -> bytes:
 
 def _write(header: Header) -> bytes:
     spec, versions, captured = header.spec, header.versions, header.captured
-    if isinstance(header.start, bool) or not isinstance(header.start, int | np.integer) or header.start < 0:
-        raise WireError(f"start must be the position of the first row, 0 or more, got {header.start!r}")
     if max(header.rows, header.start) > MAX_ROWS:
         raise WireError(f"rows and start must not exceed 2**40, got {header.rows} and {header.start}")
     if max(spec.layers[-1], spec.num_layers or 0) >= 1 << 32:
@@ -241,11 +240,7 @@ def check_sum(view: memoryview, computed: int | None = None) -> None:
 
 def digest_of(token_ids: Sequence[int] | Any, end: int) -> bytes:
     """XXH3-128 of the token ids as little-endian int64, after checking that rows up to `end` have their token."""
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
-        raise WireError(f"token_ids must be one sequence of integers, got {tokens.dtype} {list(tokens.shape)}")
-    if tokens.dtype == np.uint64 and tokens.size and int(tokens.max()) >= 1 << 63:
-        raise WireError(f"token_ids must be below 2**63, got {tokens.max()}")
+    tokens = int64_array(token_ids, "token_ids", WireError)
     if end > len(tokens):
         raise WireError(f"token_ids: the rows end at position {end}, but there are {len(tokens)} tokens only")
     return xxhash.xxh3_128_intdigest(tokens.astype("<i8").tobytes()).to_bytes(DIGEST_BYTES, "little")

@@ -17,9 +17,28 @@ from router_replay.wire.envelope import CHECKSUM_BYTES, Header
 
 
 def payload_length(header: Header) -> int:
-    spec = header.spec
-    bits = header.captured_rows * len(spec.layers) * kernel.rank_bits(spec.num_experts, spec.top_k)
-    return (bits + 7) // 8
+    spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
+    if not sets:
+        return 0
+    # C(E, k) of a hostile header can have 65536 bits: it is computed only where the blob is long enough for it.
+    least = sets * kernel.least_rank_bits(spec.num_experts, spec.top_k) // 8
+    if least > header.payload_length:
+        raise WireError(
+            f"payload_length: {sets} sets of {spec.top_k} of {spec.num_experts} experts take {least} bytes or more "
+            f"with codec 'sets', got {header.payload_length}"
+        )
+    return (sets * kernel.rank_bits(spec.num_experts, spec.top_k) + 7) // 8
+
+
+def refuse_slow(header: Header, most_steps: int) -> None:
+    """Raise where finding the sets of the ranks takes more steps than a blob of this size may cost."""
+    spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
+    steps = kernel.unranking_steps(sets, spec.top_k, spec.num_experts)
+    if steps > most_steps:
+        raise WireError(
+            f"unpacking {sets} sets of {spec.top_k} of {spec.num_experts} experts takes about {steps:,} steps, more "
+            f"than the {most_steps:,} that a blob of this size may cost; if that is your model, pass decode(..., spec=)"
+        )
 
 
 def encode(routes: Routes, threads: int) -> np.ndarray:

@@ -77,8 +77,18 @@ def raw_array(raw: bytes, dtype: np.dtype, shape: Sequence[int], peer: str, *, o
         raise WireError(f"{peer} shape: {list(shape)}: {error}") from error
 
 
-def routes_of(array_TAK: np.ndarray, spec: RouterSpec, place: str, *, allow_zero_layers: bool = False) -> Routes:
-    """The routed layers of a peer's array over all decoder layers, checked and in the spec's dtype."""
+def routes_of(
+    array_TAK: np.ndarray,
+    spec: RouterSpec,
+    place: str,
+    *,
+    allow_zero_layers: bool = False,
+    captured: np.ndarray | None = None,
+) -> Routes:
+    """The routed layers of a peer's array over all decoder layers, checked and in the spec's dtype.
+
+    Rows that are not `captured` hold zeros.
+    """
     one_router_per_layer(spec, place)
     if array_TAK.dtype.kind == "i" and array_TAK.size and array_TAK.min() < 0:
         # Dense columns are dropped below unread: a sign there would be missed.
@@ -86,7 +96,7 @@ def routes_of(array_TAK: np.ndarray, spec: RouterSpec, place: str, *, allow_zero
         value = array_TAK[row, layer, slot]
         raise WireError(f"{place}: row {row}, layer {layer}, slot {slot}: negative expert id {value}")
     try:
-        return Routes.from_engine(array_TAK, spec, allow_zero_layers=allow_zero_layers)
+        return Routes._from_engine(array_TAK, spec, allow_zero_layers, captured)
     except RoutesError as error:
         raise WireError(f"{place}: {error}") from error
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from router_replay.errors import WireError
 from router_replay.routes import Routes
-from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 from router_replay.wire.peers.common import all_layers, decode_base64, encode_base64, raw_array, routes_of
 
@@ -24,7 +23,7 @@ _LONGEST_HEAD = 80
 def from_nemo(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
     """Read NeMo RL's text; a row that is -1 in every layer and slot is uncaptured, one that partly is raises.
 
-    `allow_zero_layers` is Routes.from_engine's: a short top-1 capture can really be all expert 0.
+    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
     """
     dtype, shape, data = _split(text)
     array_TAK = raw_array(decode_base64(data, _PLACE), dtype, shape, "NeMo RL")
@@ -37,12 +36,9 @@ def from_nemo(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = 
         row = int(np.argmax(partly))
         layer = int(np.argmax(absent_TAK[row].any(axis=1)))
         raise WireError(f"{_PLACE}: row {row} is missing (-1) in layer {layer} but not in every layer and slot")
-    # A missing row must pass the checks of its neighbours without hiding a layer that never ran.
     filled_TAK = array_TAK.copy()
-    filled_TAK[~captured] = np.arange(shape[2]) if shape[2] <= spec.num_experts else 0
-    allow_zero_layers = allow_zero_layers or int(captured.sum()) <= 1
-    routes = routes_of(filled_TAK, spec, _PLACE, allow_zero_layers=allow_zero_layers)
-    return Routes._trusted(routes.ids, spec, Runs.of(captured), None)
+    filled_TAK[~captured] = 0
+    return routes_of(filled_TAK, spec, _PLACE, allow_zero_layers=allow_zero_layers, captured=captured)
 
 
 def to_nemo(routes: Routes) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from router_replay.arguments import exact_int
 from router_replay.errors import WireError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -97,9 +98,7 @@ def _payload(obj: Any, peer: str) -> _Payload:
 
 
 def _read(payload: _Payload, spec: RouterSpec, prompt_length: int | None, allow_zero_layers: bool, peer: str) -> Routes:
-    if prompt_length is not None and (isinstance(prompt_length, bool) or not isinstance(prompt_length, int)):
-        raise WireError(f"{peer} prompt_length: expected a number of tokens, got {prompt_length!r}")
-    if prompt_length is not None and payload.start > prompt_length:
+    if prompt_length is not None and payload.start > exact_int(prompt_length, f"{peer} prompt_length", WireError):
         raise WireError(f"{peer} start: {payload.start} lies beyond the prompt of {prompt_length} tokens")
     raw = decode_base64(payload.data, f"{peer} data")
     array = raw_array(raw, np.dtype(payload.dtype).newbyteorder("<"), payload.shape, peer)
@@ -107,8 +106,7 @@ def _read(payload: _Payload, spec: RouterSpec, prompt_length: int | None, allow_
 
 
 def _write(routes: Routes, start: int, peer: str) -> dict[str, Any]:
-    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < 1 << 63:
-        raise WireError(f"{peer} start: expected an integer from 0 on, got {start!r}")
+    start = exact_int(start, f"{peer} start", WireError)
     refuse_missing(routes, f"{peer} data")
     array = all_layers(routes, routes.spec.dtype.newbyteorder("<"), f"{peer} data")
     return {"data": encode_base64(array), "shape": list(array.shape), "start": start, "dtype": array.dtype.name}

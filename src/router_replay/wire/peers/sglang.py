@@ -26,7 +26,7 @@ _INT32 = np.dtype("<i4")
 def from_sglang(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
     """Read the text of `meta_info.routed_experts` (or `sglext.routed_experts`).
 
-    `allow_zero_layers` is Routes.from_engine's: a short top-1 capture can really be all expert 0.
+    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
     """
     raw = decode_base64(text, _PLACE)
     row_bytes = spec.engine_layers * spec.top_k * _INT32.itemsize

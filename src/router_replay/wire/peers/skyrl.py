@@ -34,7 +34,7 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True):
 def from_skyrl(obj: dict[str, Any] | str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
     """Read SkyRL's object, as a dict or as JSON; its value-dependent dtype becomes the spec's.
 
-    `allow_zero_layers` is Routes.from_engine's: a short top-1 capture can really be all expert 0.
+    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
     """
     payload = parse(parse_json(obj, "SkyRL"), _Payload, "SkyRL")
     raw = decode_base64(payload.data, "SkyRL data")

@@ -32,7 +32,7 @@ _LONGEST_HEADER = 4096
 def from_vllm(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
     """Read the text of `choices[i].routed_experts`.
 
-    `allow_zero_layers` is Routes.from_engine's: a short top-1 capture can really be all expert 0.
+    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
     """
     raw = decode_base64(text, _PLACE)
     dtype, fortran_order, shape, offset = _npy_header(raw)

@@ -1,0 +1,76 @@
+"""A blob cannot cost more time than its size allows: work is counted before it is done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_replay import RouterSpec, kernel, wire
+from router_replay.errors import WireError
+from router_replay.runs import Runs
+from router_replay.wire import Header, envelope
+from tests.wire.blobs import forged
+
+
+def wide_blob(experts: int, k: int, sets: int) -> bytes:
+    """A right blob of `sets` rows of one layer, all of rank 0, made without computing a set."""
+    size = (sets * kernel.rank_bits(experts, k) + 7) // 8
+    spec = RouterSpec(experts, k, (0,))
+    header = Header(spec, "sets", sets, 0, Runs.constant(True, sets), None, None, size)
+    return envelope.seal(header, bytes(size))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(sets, slots, experts) of every unpacking that was begun; none is done."""
+    begun: list[tuple[int, int, int]] = []
+
+    def decode_sets(_: object, count: int, k: int, experts: int, dtype: np.dtype, __: int) -> np.ndarray:
+        begun.append((count, k, experts))
+        return np.broadcast_to(np.arange(k, dtype=dtype), (count, k))
+
+    monkeypatch.setattr(kernel, "decode_sets", decode_sets)
+    return begun
+
+
+@pytest.mark.parametrize(("experts", "k", "sets"), [(65536, 10, 19_700), (65536, 32768, 42), (65536, 1000, 370)])
+def test_342_kb_that_would_take_seconds_are_refused_unless_the_caller_names_the_model(
+    experts: int, k: int, sets: int, counted: list
+) -> None:
+    blob = wide_blob(experts, k, sets)
+    assert 330_000 < len(blob) < 350_000
+    with pytest.raises(WireError, match=rf"unpacking {sets} sets .* takes about .* pass decode\(\.\.\., spec=\)"):
+        wire.decode(blob)
+    assert not counted
+    assert len(wire.decode(blob, spec=RouterSpec(experts, k, (0,)))) == sets
+    assert counted == [(sets, k, experts)]
+
+
+@pytest.mark.parametrize(("experts", "k"), [(65536, 65530), (65536, 65534)])
+def test_few_bytes_that_unpack_to_many_slots_are_refused(experts: int, k: int, counted: list) -> None:
+    sets = wire.FREE_BYTES // (2 * k)  # all that the memory limit allows
+    with pytest.raises(WireError, match="may cost"):
+        wire.decode(wide_blob(experts, k, sets))
+    assert not counted
+
+
+@pytest.mark.parametrize(("experts", "k"), [(128, 8), (512, 22), (512, 40), (384, 8), (60, 4), (4, 4), (1, 1)])
+def test_models_of_today_and_tomorrow_need_no_name(experts: int, k: int, counted: list) -> None:
+    wire.decode(wide_blob(experts, k, 200_000))
+    assert len(counted) == 1
+
+
+def test_a_header_alone_does_not_make_the_reader_compute_a_long_binomial(monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = forged(wide_blob(8, 2, 1), num_experts=65536, top_k=32768)
+    monkeypatch.setattr(kernel, "rank_bits", pytest.fail)
+    with pytest.raises(WireError, match=r"1 sets of 32768 of 65536 experts take 4095 bytes or more .* got 1"):
+        wire.decode(blob)
+
+
+@given(st.integers(1, 3000), st.data())
+def test_the_quick_bound_of_a_ranks_width_is_a_bound(experts: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, experts))
+    width, bound = kernel.rank_bits(experts, k), kernel.least_rank_bits(experts, k)
+    assert width * 0.4 - 3 <= bound <= width
