@@ -52,6 +52,7 @@ bench: setup  # the timed promises; fails where one is missed
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000
 	@$(BIN)/python -m tests.stitch.fuzz --minutes 10
+	@$(BIN)/python -m tests.replay.fuzz --minutes 10
 
 families: setup
 	@$(BIN)/router-replay families
