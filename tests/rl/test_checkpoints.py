@@ -98,7 +98,7 @@ def test_a_run_is_not_written_over(make_config: Callable[..., TrainConfig]) -> N
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(TrainError, match="is no checkpoint of router-replay train"):
+    with pytest.raises(TrainError, match=r"progress\.json cannot be read, the checkpoint is damaged"):
         checkpoints.read_progress(tmp_path)
 
 

@@ -10,7 +10,9 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 
 from router_replay.engines.base import Engine
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
-from router_replay.errors import EngineError
+from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -35,19 +37,44 @@ class WeightSync:
         self._config, self._model, self._routers = config, model, routers
         self._segment: SharedWeights | None = None
         self._fits_shared_memory = True
-        sweep(SHARED_MEMORY)
+        wanted = [pathlib.Path(config.weights)] if config.weights else []
+        for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # wherever a run may write
+            sweep(folder)
         bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
-        where = _roomy(config.weights, bytes_of_two)
-        self._root = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=where))
-        in_use = os.open(self._root, os.O_RDONLY)
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        self._unlock = contextlib.ExitStack()
-        self._unlock.callback(os.close, in_use)
+        self._closing = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._closing.close)
+            self._root = self._folder_in_use(_roomy(config.weights, bytes_of_two))
+            on_failure.pop_all()
+
+    def _folder_in_use(self, where: str | None) -> pathlib.Path:
+        """A new folder, named after process and host, and locked, so that nobody's `sweep` takes it for a leftover."""
+        try:
+            made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-at-{socket.gethostname()}-", dir=where)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.weights: there is no writing to {where or tempfile.gettempdir()} ({error.strerror}); name a "
+                "folder that engine and trainer both see"
+            ) from error
+        self._closing.callback(shutil.rmtree, made, ignore_errors=True)
+        in_use = os.open(made, os.O_RDONLY)
+        self._closing.callback(os.close, in_use)
+        with contextlib.suppress(OSError):  # a file system without locks: there `sweep` goes by process and host
+            fcntl.flock(in_use, fcntl.LOCK_SH)
+        return pathlib.Path(made)
 
     def export(self, state: Mapping[str, torch.Tensor], version: int) -> pathlib.Path:
         """A folder with the weights as the engine should have them; it stays until the next version is there."""
         folder = self._root / f"version_{version}"
-        self._model.save_pretrained(folder, state_dict=self.for_engine(state))
+        try:
+            self._model.save_pretrained(folder, state_dict=self.for_engine(state))
+        except Exception as error:  # safetensors reports a full disk in a type of its own
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineError(
+                f"the weights for the engine could not be written to {folder}: {reason}. Make room, or name another "
+                "folder with engine.weights"
+            ) from error
         return folder
 
     def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
@@ -73,8 +100,7 @@ class WeightSync:
     def close(self) -> None:
         if self._segment is not None:
             self._segment.close()
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._unlock.close()
+        self._closing.close()
 
     def _shared(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
         """One segment for the whole run; None where shared memory has no room for it (a container's 64 MB)."""
@@ -110,13 +136,16 @@ def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sweep(folder: pathlib.Path) -> None:
-    """Remove what runs that were killed left in memory: named after a process that is no more, and locked by none.
+    """Remove what runs that were killed left there: named after a process that is no more, and locked by none.
 
-    A process of another container is not seen here, but its lock is.
+    A process of another container is not seen here, but its lock is. One of another host is seen by its name alone
+    where a shared folder has no locks, or locks that each host keeps to itself.
     """
     for left in folder.glob(f"{PREFIX}*"):
-        process = left.name.removeprefix(PREFIX).partition("-")[0]
-        if not process.isdigit() or pathlib.Path("/proc", process).exists() or _is_locked(left):
+        named = re.fullmatch(rf"{PREFIX}(\d+)-(?:at-(?P<host>.+)-)?[^-]*", left.name)
+        if named is None or named["host"] not in (None, socket.gethostname()):
+            continue
+        if pathlib.Path("/proc", named[1]).exists() or _is_locked(left):
             continue
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -141,7 +170,10 @@ def _is_locked(path: pathlib.Path) -> bool:
 def _roomy(wanted: str, needed: int) -> str | None:
     """The folder that was asked for, shared memory where it has room, or the system's place for temporary files."""
     if wanted:
-        pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
+        try:
+            pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"engine.weights = {wanted!r} cannot be made a folder: {error}") from error
         return wanted
     with contextlib.suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free > needed:
