@@ -84,7 +84,7 @@ def test_two_processes_do_what_one_does(
     train(make_config(*common, f"output={alone}"))
     arguments = [part for setting in [*settings, *common, *more, f"output={together}"] for part in ("--set", setting)]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "router_replay.cli"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     subprocess.run([sys.executable, *command, "train", *arguments], env=environment, check=True, timeout=180)
     for a, b in zip(read_metrics(alone), read_metrics(together), strict=True):
         assert a["reward"] == b["reward"]
@@ -220,7 +220,7 @@ def test_what_fails_on_the_first_rank_ends_the_others_too(
     )
     arguments = [part for setting in settings for part in ("--set", setting)]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, check=False, timeout=180, capture_output=True, text=True
     )

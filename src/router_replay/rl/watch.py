@@ -147,7 +147,7 @@ class Watch:
         guilty = silent or busy or list(self._seen)
         named = "; ".join(f"rank {rank} {self._seen[rank].in_words()}" for rank in guilty)
         waiting = [rank for rank in self._seen if rank not in guilty]
-        rest = "".join(f"; rank {rank} waits {self._seen[rank].in_words()}" for rank in waiting[:3])
+        rest = "".join(f"; rank {rank} {self._seen[rank].in_words()}" for rank in waiting[:3])
         self._tell(f"no rank got on for {self._timeout:g} s (trainer.rank_timeout): {named}{rest}", guilty)
 
     def _judge_first(self) -> None:
@@ -231,8 +231,10 @@ class _Seen:
     def in_words(self) -> str:
         if not self.state:
             return "never came"
-        quiet = f", and gives no sign of life for {self.silent:.0f} s" if self.silent > GRACE else ""
-        return f"is in phase {self.state['phase']!r} at {self.state['place']}{quiet}"
+        place = f"in phase {self.state['phase']!r} at {self.state['place']}"
+        if self.silent > GRACE:
+            return f"gives no sign of life for {self.silent:.0f} s, and was last seen {place}"
+        return f"{'waits' if self.state['waits'] else 'is'} {place}"
 
 
 def _in_words(error: BaseException) -> str:
