@@ -54,7 +54,7 @@ def test_a_second_run_is_refused_while_the_first_one_works(make_config: Callable
 
 
 def test_a_forked_child_does_not_keep_the_folder_when_its_parent_is_killed(tmp_path: pathlib.Path) -> None:
-    script = HOLDER.replace('    print("held', "    import os\n    if os.fork() == 0: time.sleep(600)\n    print(\"held")
+    script = HOLDER.replace('    print("held', '    import os\n    if os.fork() == 0: time.sleep(600)\n    print("held')
     holder = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
