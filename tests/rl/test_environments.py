@@ -424,6 +424,6 @@ def test_answers_that_are_cut_for_want_of_room_are_told(tmp_path: pathlib.Path, 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "calculator"])
 def test_numbers_too_long_for_the_engine_are_found_at_the_start(kind: str) -> None:
-    with pytest.raises(ConfigError, match="problem 0: the prompt has .* tokens and leaves no room"):
+    with pytest.raises(ConfigError, match=r"problem 0: the prompt has .* tokens and leaves no room"):
         check_prompt_lengths(task_of(kind, digits=20), limits())
     assert check_prompt_lengths(task_of(kind, digits=1), limits()) == []

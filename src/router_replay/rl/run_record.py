@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from router_replay.errors import TrainError
+from router_replay.rl import checkpoints
 from router_replay.rl.config import TrainConfig, config_error
 from router_replay.rl.environments import Task
 from router_replay.rl.models import model_folder
@@ -68,6 +69,21 @@ class RunRecord:
             if entry["step"] == step
             for name, (old, new) in entry["changes"].items()
         ]
+
+
+def record_of(
+    config: TrainConfig, task: Task, checkpoint: pathlib.Path | None, step: int
+) -> tuple[RunRecord, list[str]]:
+    """The record of a run that starts, or goes on from a checkpoint, and what its user should know of it."""
+    now = RunRecord.of(config, task)
+    if checkpoint is None:
+        return now, []
+    saved = checkpoints.read_record(checkpoint)
+    if saved is None:
+        return now, [f"{checkpoint} does not say with which settings it was made: they are not compared"]
+    before = RunRecord.read(saved, checkpoint / checkpoints.RECORD)
+    record = now.going_on_from(before, step, config.output)
+    return record, record.notes(step)
 
 
 def fingerprint(folder: pathlib.Path) -> str:

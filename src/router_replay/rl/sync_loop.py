@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from router_replay.engines.base import Engine
 from router_replay.errors import ConfigError, RouterReplayError, TrainError
-from router_replay.measure import logprob_gap
 from router_replay.rl import checkpoints, delivery, ranks
 from router_replay.rl.checkpoints import CheckpointError, Progress
 from router_replay.rl.config import TrainConfig
@@ -27,7 +25,7 @@ from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.display import Display, Quiet
 from router_replay.rl.engine_start import start_engine
 from router_replay.rl.environments import make_task
-from router_replay.rl.episodes import episode_figures, samples_of, save_episodes
+from router_replay.rl.episodes import samples_of, save_episodes
 from router_replay.rl.interrupts import Interrupts
 from router_replay.rl.metrics import MetricsWriter
 from router_replay.rl.models import LoadError, load_tokenizer, model_folder, whole_state
@@ -36,7 +34,8 @@ from router_replay.rl.prompt_lengths import check_prompt_lengths
 from router_replay.rl.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.run_folder import hold
-from router_replay.rl.run_record import RunRecord
+from router_replay.rl.run_record import record_of
+from router_replay.rl.step_values import step_values
 from router_replay.rl.weights import WeightSync
 
 CHECKPOINT = "seconds/checkpoint"  # is told in the line of the step after it
@@ -120,19 +119,11 @@ class SyncLoop:
             checkpoints.restore(self.policy, checkpoint)
 
     def _read_problems(self, checkpoint: pathlib.Path | None) -> None:
-        config, step = self._config, self.progress.step
+        config = self._config
         self._task = make_task(config.environment, self._tokenizer, config.seed)
         notes = check_prompt_lengths(self._task, config)
-        self._record = RunRecord.of(config, self._task)
-        if checkpoint is not None:
-            saved = checkpoints.read_record(checkpoint)
-            if saved is None:
-                notes.append(f"{checkpoint} does not say with which settings it was made: they are not compared")
-            else:
-                before = RunRecord.read(saved, checkpoint / checkpoints.RECORD)
-                self._record = self._record.going_on_from(before, step, config.output)
-                notes += self._record.notes(step)
-        for note in notes:
+        self._record, changes = record_of(config, self._task, checkpoint, self.progress.step)
+        for note in [*notes, *changes]:
             self._display.note(note)
 
     def _start_first_rank(self, state: dict[str, Any]) -> None:
@@ -245,30 +236,13 @@ class SyncLoop:
         if not self._ranks.is_first:
             return
         assert self._rollout is not None
-        old, rollout = (np.concatenate([pair[side] for pair in gaps if pair is not None]) for side in (0, 1))
-        gap = logprob_gap(old, rollout)
-        values = episode_figures(self._rollout.episodes)
-        values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
+        values = step_values(self._config, self._rollout.episodes, figures, gaps, counts)
         values |= {
-            "mismatch/k1": gap.k1,
-            "mismatch/k3": gap.k3,
-            "mismatch/abs_mean": gap.abs_mean,
-            "mismatch/abs_max": gap.abs_max,
-            "mismatch/extreme_tau2": gap.extreme(2.0),
-            "routes/replayed": counts.replayed,
-            "routes/live": counts.live,
-            "lr": figures[-1]["lr"],
             "version": self.progress.version,
             **self._seconds,
             "seconds/step": seconds,
             "tokens_per_second": values["tokens"] / seconds,
         }
-        if counts.agreement is not None:
-            values["routes/agreement"] = counts.agreement
-        if not self._config.reference.kl:
-            del values["reference_kl"]
-        if not self._config.loss.truncated_importance:
-            del values["truncated_fraction"]
         self._writer.write(self.progress.step - 1, values)
         self._display.step(self.progress.step - 1, values)
 

@@ -111,9 +111,11 @@ class Watch:
                     self._judge_first()
                 failure = self._failure()
             except RuntimeError as error:  # of torch's store
-                return self._end_without_store(error)
+                self._end_without_store(error)
+                return
             if failure is not None:
-                return self._end(failure)
+                self._end(failure)
+                return
 
     def _publish(self) -> None:
         waits, place = self._where()
@@ -171,7 +173,8 @@ class Watch:
         hangs = self._rank in failure["ranks"] and not self._raised
         if self._ended.wait(0 if hangs else GRACE):
             return
-        self._wait_until_heard()
+        if hangs:
+            self._wait_until_heard()
         self._exit()
 
     def _end_without_store(self, error: RuntimeError) -> None:
@@ -200,7 +203,8 @@ class Watch:
 
     def _print(self, text: str) -> None:
         if self._told.acquire(blocking=False):
-            print(f"router-replay train: {text}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"router-replay train: {text}\n")
+            sys.stderr.flush()
 
 
 class _Seen:
