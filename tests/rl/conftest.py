@@ -38,9 +38,13 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def settings(random_model: pathlib.Path, problems: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
+    return settings_of(random_model, problems, tmp_path / "run")
+
+
+def settings_of(random_model: pathlib.Path, problems: pathlib.Path, output: pathlib.Path) -> list[str]:
     """As --set takes them: two small steps in float32 with the embedded engine."""
     return [
-        f"output={tmp_path / 'run'}", f"model.path={random_model}", "steps=2", "engine.kind=embedded",
+        f"output={output}", f"model.path={random_model}", "steps=2", "engine.kind=embedded",
         "engine.dtype=float32", "environment.kind=jsonl", f"environment.file={problems}",
         "environment.reward=tests.rl.rewards:sevens", "rollout.prompts=3", "rollout.group=4", "rollout.max_tokens=6",
         "trainer.max_tokens=64", "engine.max_length=64", "optimizer.lr=1e-3", "logging.tensorboard=false",

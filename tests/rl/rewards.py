@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import Any
 
 
@@ -12,3 +14,11 @@ def sevens(prompt: str, completion: str, answer: Any) -> float:
 
 def breaks(prompt: str, completion: str, answer: Any) -> float:
     raise KeyError("the grader fell over")
+
+
+def exits(prompt: str, completion: str, answer: Any) -> float:
+    sys.exit(0)
+
+
+def is_cancelled(prompt: str, completion: str, answer: Any) -> float:
+    raise asyncio.CancelledError

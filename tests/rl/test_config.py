@@ -423,3 +423,29 @@ def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("router_replay.rl.sync_loop.train", interrupted)
     assert main(["train", "--set", "model.path=tiny"]) == 130
     assert capsys.readouterr().err == "router-replay train: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = " + "[" * 100_000, "lists or tables are nested too deeply"),
+        ("[engine]\narguments = {a = " + "[" * 300 + "]" * 300 + "}", "nested too deeply: at most 64 levels"),
+        ("seed = 1" + "0" * 5000, "not TOML: Exceeds the limit"),
+        ("[environment]\ndigits = 5000", r"environment\.digits: expected a number of at most 1000, got 5000"),
+    ],
+    ids=["brackets", "arguments", "digits of a number", "digits"],
+)
+def test_text_that_breaks_a_parser_is_named(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_config(file)
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["seed=" + "[" * 50_000, "engine.arguments." + ".".join("a" * 3000) + "=1", "seed=1" + "0" * 5000]
+)
+def test_a_setting_that_breaks_a_parser_is_named(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"nested too deeply|expected a TOML value"):
+        load_config(None, [setting])

@@ -7,9 +7,11 @@ import pathlib
 
 import pytest
 
+from router_replay.errors import ConfigError, TrainError
 from router_replay.report import comparison
 from router_replay.report.runs import Run, read_metrics
-from router_replay.rl.demo import demo_config, findings, run_demo
+from router_replay.rl.demo import _clear, demo_config, findings, run_demo
+from router_replay.rl.run_folder import LOCK, hold
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +58,19 @@ def test_the_runs_differ_in_nothing_but_replay(tmp_path: pathlib.Path) -> None:
     off, r3 = (demo_config(mode, tmp_path, 25, fp8=True) for mode in ("off", "r3"))
     assert off.model_copy(update={"replay": "r3", "output": r3.output}) == r3
     assert off.engine.quantise == "fp8"
+
+
+def test_a_demo_removes_an_earlier_demo_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    trained = tmp_path / "r3" / "checkpoints" / "step_000100"
+    trained.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds something that no demo wrote"):
+        run_demo(tmp_path, steps=1)
+    assert trained.exists()
+    old = tmp_path / "off"  # which was cleared for the demo before that was seen
+    (old / "checkpoints").mkdir()
+    (old / "metrics.jsonl").touch()
+    with hold(old), pytest.raises(TrainError, match="is in use by another run"):
+        _clear(old)
+    assert (old / "metrics.jsonl").exists()
+    _clear(old)
+    assert {path.name for path in old.iterdir()} == {LOCK, ".demo"}

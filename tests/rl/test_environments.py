@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from router_replay.errors import ConfigError, RewardError, TrainError
-from router_replay.rl.config import EnvironmentConfig
+from router_replay.rl.config import EnvironmentConfig, TrainConfig, load_config
 from router_replay.rl.environments import Environment, Task, make_task
 from router_replay.rl.environments.problems import operands
+from router_replay.rl.prompt_lengths import check_prompt_lengths
 from router_replay.rl.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -314,3 +317,113 @@ def test_a_reward_function_that_raises_is_named_with_the_problem(tmp_path: pathl
     with pytest.raises(RewardError, match=message) as caught:
         environment.step(tokens("2", end=True))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# -- where reward functions are found -------------------------------------------------------------------
+
+
+@pytest.fixture
+def standing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """The folder where the user stands; what tests import from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_module_of_the_current_folder_changes_no_other_import(standing: pathlib.Path) -> None:
+    (standing / "my_grading.py").write_text("import my_helper\ndef exact(*_):\n    return my_helper.VALUE\n")
+    (standing / "my_helper.py").write_text("VALUE = 0.5\n")
+    (standing / "json.py").write_text("raise RuntimeError('the standard library was shadowed')\n")
+    (standing / "an_optional_package.py").write_text("")
+    before = list(sys.path)
+    task = jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="my_grading:exact")
+    assert sys.path == before
+    environment = task.environment()
+    environment.reset(0)
+    assert environment.step(tokens("2")).reward == 0.5
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("an_optional_package")
+
+
+def test_a_package_of_the_current_folder_has_reward_functions(standing: pathlib.Path) -> None:
+    (standing / "my_package").mkdir()
+    (standing / "my_package" / "__init__.py").write_text("")
+    (standing / "my_package" / "grading.py").write_text("from . import other\ndef exact(*_):\n    return other.VALUE\n")
+    (standing / "my_package" / "other.py").write_text("VALUE = 0.25\n")
+    environment = jsonl(standing, {"prompt": "1+1=", "answer": ""}, reward="my_package.grading:exact").environment()
+    environment.reset(0)
+    assert environment.step(tokens("2")).reward == 0.25
+
+
+def test_a_file_that_an_installed_module_hides_is_named(standing: pathlib.Path) -> None:
+    (standing / "json.py").write_text("def exact(*_):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"json\.py was not taken, since an installed module has its name: rename it"):
+        jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="json:exact")
+
+
+def test_a_module_that_exits_when_it_is_imported_is_a_config_error(standing: pathlib.Path) -> None:
+    (standing / "my_script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match="the module my_script does not import: SystemExit: 0"):
+        jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="my_script:exact")
+
+
+def test_an_import_inside_a_reward_function_that_comes_too_late_is_explained(standing: pathlib.Path) -> None:
+    (standing / "my_lazy.py").write_text("def exact(*_):\n    import my_late\n    return 1.0\n")
+    (standing / "my_late.py").write_text("")
+    environment = jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="my_lazy:exact").environment()
+    environment.reset(0)
+    with pytest.raises(RewardError, match="Import modules of the current folder at the top of the reward module"):
+        environment.step(tokens("2"))
+
+
+# -- prompts that do not fit ------------------------------------------------------------------------------
+
+
+def limits(*settings: str) -> TrainConfig:
+    return load_config(None, ["engine.max_length=16", "rollout.max_tokens=6", "trainer.max_tokens=16", *settings])
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_by_file_and_line(tmp_path: pathlib.Path, grading: str) -> None:
+    lines = [{"prompt": "1" * length, "answer": ""} for length in (10, 16, 3, 40)]
+    task = jsonl(tmp_path, lines[0], b"", *lines[1:], reward=f"{grading}:exact")
+    with pytest.raises(ConfigError) as raised:
+        check_prompt_lengths(task, limits())
+    message = str(raised.value)
+    assert f"{tmp_path / 'problems.jsonl'}, line 3: the prompt has 16 tokens and leaves no room" in message
+    assert "line 5: the prompt has 40 tokens" in message
+    assert "engine.max_length is 16; raise it" in message
+    assert "line 1:" not in message
+    assert check_prompt_lengths(task, limits("engine.max_length=64", "trainer.max_tokens=64")) == []
+
+
+def test_only_the_first_of_many_prompts_that_do_not_fit_are_listed(tmp_path: pathlib.Path, grading: str) -> None:
+    task = jsonl(tmp_path, *[{"prompt": "1" * 20, "answer": ""}] * 100, reward=f"{grading}:exact")
+    with pytest.raises(ConfigError, match=r"line 5: .*\n  \.\.\. and 95 more"):
+        check_prompt_lengths(task, limits())
+
+
+def test_an_episode_that_no_pass_of_the_trainer_can_take_is_refused(tmp_path: pathlib.Path, grading: str) -> None:
+    task = jsonl(tmp_path, {"prompt": "1" * 10, "answer": ""}, reward=f"{grading}:exact")
+    assert check_prompt_lengths(task, limits("trainer.max_tokens=16")) == []
+    with pytest.raises(ConfigError, match=r"line 1: the prompt of 10 tokens and its answer can have 16 together"):
+        check_prompt_lengths(task, limits("trainer.max_tokens=15"))
+    with pytest.raises(ConfigError, match=r"one pass of the trainer takes 16"):  # padded to a multiple of 3
+        check_prompt_lengths(task, limits("trainer.ulysses=3"))
+
+
+def test_answers_that_are_cut_for_want_of_room_are_told(tmp_path: pathlib.Path, grading: str) -> None:
+    task = jsonl(tmp_path, *({"prompt": "1" * n, "answer": ""} for n in (5, 12, 15)), reward=f"{grading}:exact")
+    [note] = check_prompt_lengths(task, limits())
+    assert "2 prompts, such as" in note
+    assert "line 2, leave room for less than rollout.max_tokens = 6 tokens" in note
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "calculator"])
+def test_numbers_too_long_for_the_engine_are_found_at_the_start(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"problem 0: the prompt has .* tokens and leaves no room"):
+        check_prompt_lengths(task_of(kind, digits=20), limits())
+    assert check_prompt_lengths(task_of(kind, digits=1), limits()) == []

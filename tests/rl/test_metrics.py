@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from router_replay.errors import ConfigError, MeasureError
+from router_replay.errors import ConfigError, MeasureError, TrainError
 from router_replay.rl.config import LoggingConfig
 from router_replay.rl.metrics import NAMES, MetricsWriter, read_metrics
 
@@ -155,3 +155,19 @@ def test_every_name_is_documented() -> None:
     rows = [f"| `{name}` | {meaning} |" for name, meaning in NAMES.items()]
     assert [row for row in rows if row not in text] == []
     assert text.count("| `") == len(NAMES)
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MetricsWriter(tmp_path, PLAIN, {}) as writer:
+        writer._file.close()
+        writer._file = pathlib.Path("/dev/full").open("w")  # noqa: SIM115
+        with pytest.raises(TrainError, match=r"metrics\.jsonl: the line of step 0 could not be written: No space left"):
+            writer.write(0, {"reward": 1.0})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(TrainError, match=r"config\.json could not be written: No space left"):
+        MetricsWriter(tmp_path, PLAIN, {})
+    assert not list(tmp_path.glob("*.new"))

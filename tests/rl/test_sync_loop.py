@@ -26,7 +26,7 @@ from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import ConfigError, EngineError, RewardError, TrainError
 from router_replay.rl import checkpoints, policy
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.metrics import NAMES, read_metrics
+from router_replay.rl.metrics import NAMES, MetricsWriter, read_metrics
 from router_replay.rl.rollout import Rollout
 from router_replay.rl.sync_loop import train
 from router_replay.rl.weights import WeightSync
@@ -84,7 +84,7 @@ def test_two_processes_do_what_one_does(
     train(make_config(*common, f"output={alone}"))
     arguments = [part for setting in [*settings, *common, *more, f"output={together}"] for part in ("--set", setting)]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "router_replay.cli"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     subprocess.run([sys.executable, *command, "train", *arguments], env=environment, check=True, timeout=180)
     for a, b in zip(read_metrics(alone), read_metrics(together), strict=True):
         assert a["reward"] == b["reward"]
@@ -113,6 +113,50 @@ def test_a_reward_function_that_raises_loses_nothing(make_config: Callable[..., 
     for line in saved:  # also of those whose reward was never asked for
         routes = wire.decode(base64.b64decode(line["routes"]))
         assert len(routes) == len(line["token_ids"]) == len(line["logprobs"]) == len(line["loss_mask"]) > 6
+
+
+@pytest.mark.parametrize(("function", "raised"), [("exits", "SystemExit: 0"), ("is_cancelled", "CancelledError")])
+def test_a_reward_function_that_ends_the_process_ends_the_run_with_an_error(
+    make_config: Callable[..., TrainConfig], function: str, raised: str
+) -> None:
+    config = make_config(f"environment.reward=tests.rl.rewards:{function}")
+    with pytest.raises(RewardError, match=rf"the reward function tests\.rl\.rewards:{function} raised {raised}"):
+        train(config)
+    assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000000"
+    assert (config.output / "failed" / "step_000000" / "rollouts.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, RuntimeError])
+@pytest.mark.parametrize("phase", ["generate", "write"])
+def test_whatever_is_raised_in_a_step_leaves_a_saved_state(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], phase: str
+) -> None:
+    """Of an engine, a logger or a library: with status 0 and nothing saved a run would look finished."""
+
+    def raises(*_: object) -> None:
+        raise kind(0)
+
+    owner = {"generate": EmbeddedEngine, "write": MetricsWriter}[phase]
+    monkeypatch.setattr(owner, phase, raises)
+    config = make_config()
+    expected = TrainError if kind is SystemExit else kind
+    with pytest.raises(expected) as raised:
+        train(config)
+    if kind is SystemExit:
+        assert "something in this run called sys.exit(0)" in str(raised.value)
+    done = {"generate": 0, "write": 1}[phase]
+    assert checkpoints.latest(config.output) == config.output / "checkpoints" / f"step_{done:06}"
+
+
+def test_sys_exit_while_a_run_starts_is_an_error(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exits(*_: object, **__: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("router_replay.engines.embedded.EmbeddedEngine", exits)
+    with pytest.raises(TrainError, match=r"something in this run called sys\.exit\(0\)"):
+        train(make_config())
 
 
 def test_a_run_goes_on_after_its_reward_function_was_mended(make_config: Callable[..., TrainConfig]) -> None:
@@ -220,7 +264,7 @@ def test_what_fails_on_the_first_rank_ends_the_others_too(
     )
     arguments = [part for setting in settings for part in ("--set", setting)]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, check=False, timeout=180, capture_output=True, text=True
     )

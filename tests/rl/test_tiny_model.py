@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalL
 
 from router_replay import RouterSpec
 from router_replay.cli import make_model as command
-from router_replay.errors import ConfigError
+from router_replay.errors import ConfigError, TrainError
 from router_replay.rl import tiny_model
 from router_replay.rl.config import EnvironmentConfig
 from router_replay.rl.environments import make_task
@@ -145,6 +145,23 @@ def test_the_state_of_another_recipe_is_not_gone_on_with(tmp_path: pathlib.Path,
     (tmp_path / "small.unfinished").mkdir()
     other.save(tmp_path / "small.unfinished" / "state.pt")
     assert weights(make_from_recipe(tmp_path / "small", SMALL)) == weights(made)
+
+
+def test_a_damaged_state_and_a_full_disk_are_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, file = WarmStart(SMALL), tmp_path / "state.pt"
+    run.save(file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(TrainError, match=r"state\.pt cannot be read, it is damaged .*remove it to start anew"):
+        run.load(file)
+
+    def full(_: object, path: pathlib.Path) -> None:
+        path.touch()
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(TrainError, match=r"state\.pt could not be written"):
+        run.save(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_a_finished_folder_is_returned_at_once(made: pathlib.Path) -> None:

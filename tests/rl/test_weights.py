@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +19,12 @@ from transformers import AutoModelForCausalLM
 from router_replay import RouterReplay
 from router_replay.engines.base import Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.shared_memory import SHARED_MEMORY, is_locked, sweep
 from router_replay.engines.vllm_weights import share
+from router_replay.errors import ConfigError, EngineError
+from router_replay.rl import weights
 from router_replay.rl.config import EngineConfig
-from router_replay.rl.weights import SHARED_MEMORY, WeightSync, _is_locked, fp8_rounded, sweep
+from router_replay.rl.weights import WeightSync, fp8_rounded
 
 
 def load(folder: pathlib.Path) -> torch.nn.Module:
@@ -104,11 +110,84 @@ def test_what_killed_runs_left_in_memory_is_swept(tmp_path: pathlib.Path) -> Non
     assert not unseen.exists()
 
 
-def test_what_is_in_use_is_locked(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
+def test_what_is_in_useis_locked(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
     pushes = sync(model, tmp_path, kind="vllm")
     [folder] = tmp_path.iterdir()
     with share({"a": torch.zeros(3)}) as segment:
         for path in (folder, SHARED_MEMORY / segment.name):
-            assert _is_locked(path)
+            assert is_locked(path)
     pushes.close()
     assert not folder.exists()
+
+
+def test_every_place_that_weights_are_written_to_is_swept_at_start(
+    model: torch.nn.Module, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    places = [tmp_path / "configured", tmp_path / "temporary", tmp_path / "memory"]
+    for place in places:
+        (place / f"router-replay-{dead.pid}-at-{socket.gethostname()}-x" / "version_1").mkdir(parents=True)
+        (place / f"router-replay-{dead.pid}-at-another-host-x").mkdir()  # it may be alive
+    monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
+    monkeypatch.setattr(weights, "SHARED_MEMORY", places[2])
+    pushes = sync(model, places[0])
+    pushes.close()
+    for place in places:
+        assert [path.name for path in place.iterdir()] == [f"router-replay-{dead.pid}-at-another-host-x"]
+
+
+def test_a_start_that_fails_leaves_no_folder_behind(
+    model: torch.nn.Module, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.open, []
+
+    def broken(*arguments: Any, **more: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(24, "Too many open files")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(weights, "sweep", lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.os, "open", broken)
+        with pytest.raises(OSError, match="Too many open files"):
+            sync(model, tmp_path)
+    assert calls
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_locks_is_used_all_the_same(
+    model: torch.nn.Module, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(weights.fcntl, "flock", flock)
+    pushes = sync(model, tmp_path)
+    assert pushes.export(model.state_dict(), 1).is_dir()
+    pushes.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_find_no_room_are_named_with_their_folder(
+    model: torch.nn.Module, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: pathlib.Path, **_: object) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise RuntimeError("I/O error: No space left on device")
+
+    pushes = sync(model, tmp_path)
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(EngineError, match=r"could not be written to .*version_1: I/O error: No space left on device"):
+        pushes.export(model.state_dict(), 1)
+    [root] = tmp_path.iterdir()
+    assert list(root.iterdir()) == []
+    pushes.close()
+
+
+def test_a_place_for_weights_that_cannot_be_a_folder_is_named(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"engine\.weights = .*file.* cannot be made a folder"):
+        sync(model, tmp_path / "file")

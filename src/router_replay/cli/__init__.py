@@ -45,13 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and chosen.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     chosen.rest = rest
+    status = _status(chosen)
+    if chosen.command == "train":
+        train.leave(status)
+    return status
+
+
+def _status(chosen: argparse.Namespace) -> int:
+    """Run the command; what it raises on purpose is a line, not a traceback."""
     try:
-        return chosen.run(chosen)
+        return int(chosen.run(chosen))
     except KeyboardInterrupt:
         print(f"router-replay {chosen.command}: interrupted", file=sys.stderr)
         return 130
     except (RouterReplayError, OSError) as error:
-        print(f"router-replay {chosen.command}: {error}", file=sys.stderr)
+        if not getattr(error, "printed", False):
+            print(f"router-replay {chosen.command}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:

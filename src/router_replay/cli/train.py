@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import sys
 from typing import Any
 
 
@@ -33,6 +34,12 @@ def run(chosen: argparse.Namespace) -> int:
     progress = train(config, resume=chosen.resume)
     if os.environ.get("RANK", "0") == "0":
         print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints", flush=True)
-    if world_size() > 1:
-        os._exit(0)  # all is written and closed; gloo's threads now and then abort an interpreter that is ending
     return 0
+
+
+def leave(status: int) -> None:
+    """End one process of several here: all is written and closed, and gloo's threads may abort an interpreter's end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

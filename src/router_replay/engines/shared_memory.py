@@ -1,7 +1,8 @@
 """What this package keeps in shared memory: how it is named, locked while in use, and swept when its owner was killed.
 
-A name holds the process that made it: router-replay-<process>-<random>. The owner holds a lock on it as long as it
-lives. A lock is seen by other containers on the same memory, which do not see each other's processes.
+A name holds the process and the host that made it: router-replay-<process>-at-<host>-<random>. The owner holds a lock
+on it as long as it lives. A lock is seen by other containers on the same memory, which do not see each other's
+processes. In a folder that hosts share, locks may be missing or be kept by each host to itself: there the name counts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import re
 import shutil
+import socket
 import uuid
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -20,7 +23,7 @@ _UNFINISHED = "router-replay.new-"  # not the prefix: what is not locked yet mus
 
 def own_prefix() -> str:
     """How all names begin that this process gives."""
-    return f"{PREFIX}{os.getpid()}-"
+    return f"{PREFIX}{os.getpid()}-at-{socket.gethostname()}-"
 
 
 def new_name() -> str:
@@ -44,8 +47,10 @@ def create(path: pathlib.Path) -> int:
 def sweep(folder: pathlib.Path) -> None:
     """Remove what killed processes left: named after a process that is no more, and locked by none."""
     for left in folder.glob(f"{PREFIX}*"):
-        process = left.name.removeprefix(PREFIX).partition("-")[0]
-        if not process.isdigit() or pathlib.Path("/proc", process).exists() or is_locked(left):
+        named = re.fullmatch(rf"{PREFIX}(\d+)-(?:at-(?P<host>.+)-)?[^-]*", left.name)
+        if named is None or named["host"] not in (None, socket.gethostname()):
+            continue
+        if pathlib.Path("/proc", named[1]).exists() or is_locked(left):
             continue
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)

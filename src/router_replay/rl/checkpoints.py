@@ -3,6 +3,7 @@
 out/run/checkpoints/step_000010/
     model.safetensors, config.json, tokenizer...    the float32 policy in the Hugging Face layout
     trainer.pt                                      optimizer, random numbers
+    run.json                                        the settings of the run so far (run_record.py)
     progress.json                                   steps done, policy version, next problem, optimizer steps
 """
 
@@ -12,7 +13,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +27,12 @@ from router_replay.rl.policy import Policy
 from router_replay.rl.ranks import Ranks
 
 FOLDER = "checkpoints"
-TRAINER, PROGRESS = "trainer.pt", "progress.json"
+TRAINER, PROGRESS, RECORD = "trainer.pt", "progress.json", "run.json"
+UNFINISHED = (".writing_", ".replaced_")  # what a kill in the middle of `save` leaves
+
+
+class CheckpointError(TrainError):
+    """A checkpoint that could not be written. Every rank raises it, and trying again would fail again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,50 +45,175 @@ class Progress:
     updates: int = 0
 
 
+def found(output: pathlib.Path) -> list[pathlib.Path]:
+    """Every checkpoint folder by its step. A name with anything behind the number is a user's own copy."""
+    folder = output / FOLDER
+    named = [(re.fullmatch(r"step_(\d{6,})", path.name), path) for path in folder.glob("step_*") if path.is_dir()]
+    numbered = [(int(match[1]), path) for match, path in named if match is not None]
+    return [path for step, path in sorted(numbered) if path.name == _name(step)]
+
+
 def latest(output: pathlib.Path) -> pathlib.Path | None:
     """The newest whole checkpoint: a folder has its final name only when everything in it is on the disk."""
-    found = sorted((output / FOLDER).glob("step_*"))
-    return found[-1] if found else None
+    return next(reversed(found(output)), None)
 
 
-def save(policy: Policy, progress: Progress, tokenizer: Any, output: pathlib.Path, keep: int, ranks: Ranks) -> None:
+def save(
+    policy: Policy,
+    progress: Progress,
+    tokenizer: Any,
+    output: pathlib.Path,
+    keep: int,
+    ranks: Ranks,
+    record: Mapping[str, Any] | None = None,
+) -> None:
     """Write a checkpoint and forget the oldest ones. All ranks call this; the first writes."""
     weights = whole_state(policy.model)
     optimizer = None
     if policy.updates:  # torch would make the state of a fresh optimizer by a step, which then counts as one
         optimizer = get_optimizer_state_dict(policy.model, policy.optimizer, options=WHOLE_ON_CPU)
+    failure = None
     if ranks.is_first:
-        final = output / FOLDER / f"step_{progress.step:06}"
+        trainer = {"optimizer": optimizer, "random": torch.get_rng_state()}
+        final = output / FOLDER / _name(progress.step)
         side = final.with_name(f".writing_{final.name}")
-        shutil.rmtree(side, ignore_errors=True)
-        policy.model.save_pretrained(side, state_dict=weights)
-        tokenizer.save_pretrained(side)
-        torch.save({"optimizer": optimizer, "random": torch.get_rng_state()}, side / TRAINER)
-        (side / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
-        _to_disk(side)
-        shutil.rmtree(final, ignore_errors=True)
-        side.rename(final)
-        _sync(final.parent)
-        for old in sorted(final.parent.glob("step_*"))[:-keep]:
-            shutil.rmtree(old)
-    ranks.any(False)  # nobody goes on, and perhaps dies, before it is written
+        needed = _bytes_of(weights) + _bytes_of(trainer)
+        try:
+            _make_room(final.parent, needed)
+            policy.model.save_pretrained(side, state_dict=weights)
+            tokenizer.save_pretrained(side)
+            torch.save(trainer, side / TRAINER)
+            if record is not None:
+                (side / RECORD).write_text(json.dumps(record, indent=2))
+            (side / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
+            _to_disk(side)
+            _put_in_place(side, final)
+        except Exception as error:  # torch and safetensors report a full disk each in a type of its own
+            shutil.rmtree(side, ignore_errors=True)
+            failure = _not_written(final, needed, error)
+        else:
+            _prune(output, keep)
+    if ranks.any(failure is not None):  # nobody goes on, and perhaps dies, before it is written
+        raise failure or CheckpointError(f"the first rank could not write the checkpoint of step {progress.step}")
 
 
 def read_progress(folder: pathlib.Path) -> Progress:
     try:
-        return Progress(**json.loads((folder / PROGRESS).read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        raise TrainError(f"{folder} is no checkpoint of router-replay train: {error}") from error
+        fields = json.loads((folder / PROGRESS).read_text())
+        progress = Progress(**fields)
+        if not all(type(value) is int and value >= 0 for value in fields.values()):
+            raise ValueError(f"whole numbers were expected, got {fields}")
+        if re.fullmatch(r"step_\d+", folder.name) and folder.name != _name(progress.step):
+            raise ValueError(f"it says step {progress.step}, the folder's name another one")
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(folder, PROGRESS, error) from error
+    return progress
+
+
+def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The settings that the checkpoint was made with; None where an older version did not write them."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        if not isinstance(record, dict):
+            raise ValueError(f"an object was expected, got {record!r:.80}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, RECORD, error) from error
+    return record
 
 
 def restore(policy: Policy, folder: pathlib.Path) -> None:
     """Optimizer and random numbers of a checkpoint; the policy was loaded from the folder itself."""
-    saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
-    if saved["optimizer"] is not None:
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(policy.model, policy.optimizer, saved["optimizer"], options=options)
-    torch.set_rng_state(saved["random"])
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in _groups(policy)]
+    try:
+        saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # which runs no code of the file
+        if saved["optimizer"] is not None:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(policy.model, policy.optimizer, saved["optimizer"], options=options)
+        torch.set_rng_state(saved["random"])
+    except Exception as error:  # a cut or altered file breaks in torch, pickle or zipfile, each with its own error
+        raise damaged(folder, TRAINER, error) from error
+    for group, now in zip(_groups(policy), settings, strict=True):
+        group.update(now)  # the run's settings as they are now; the file has those of the time it was written
     policy.updates = read_progress(folder).updates
+
+
+def damaged(folder: pathlib.Path, file: str, error: Exception) -> TrainError:
+    """What to say of a checkpoint that cannot be read, and which one is before it."""
+    others = [path for path in found(folder.parent.parent) if path != folder]
+    remedy = "there is no other checkpoint in this run: start it anew with another output"
+    if others:
+        remedy = f"move the folder away and pass --resume again to go on from {others[-1]}"
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return TrainError(f"{folder / file} cannot be read, the checkpoint is damaged ({reason}); {remedy}")
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06}"
+
+
+def _groups(policy: Policy) -> list[dict[str, Any]]:
+    return policy.optimizer.param_groups
+
+
+def _bytes_of(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.itemsize
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_bytes_of, values))
+
+
+def _make_room(parent: pathlib.Path, needed: int) -> None:
+    """Remove what a killed run left half written, and see that the disk has room before anything is written."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for prefix in UNFINISHED:
+        for left in parent.glob(f"{prefix}step_*"):
+            shutil.rmtree(left, ignore_errors=True)
+    if shutil.disk_usage(parent).free < needed:
+        raise OSError("the disk is too full for it")
+
+
+def _put_in_place(side: pathlib.Path, final: pathlib.Path) -> None:
+    """One of the same step is there when a step failed twice; it goes only when the new one is in its place."""
+    replaced = final.with_name(f".replaced_{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    side.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _prune(output: pathlib.Path, keep: int) -> None:
+    """Remove the oldest; only what this module wrote, which is what its progress file says."""
+    for old in [path for path in found(output) if _is_ours(path)][:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    try:
+        read_progress(path)
+    except TrainError:
+        return False
+    return not path.is_symlink()
+
+
+def _not_written(final: pathlib.Path, needed: int, error: Exception) -> CheckpointError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    try:
+        room = f"{_size(shutil.disk_usage(final.parent).free)} are free there"
+    except OSError:
+        room = "the folder cannot be looked into"
+    whole = latest(final.parent.parent)
+    last = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+    return CheckpointError(
+        f"the checkpoint {final} could not be written: {reason}. It needs about {_size(needed)}, and {room}. What was "
+        f"written of it is removed, and {last}: make room, then go on with --resume"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def _to_disk(folder: pathlib.Path) -> None:

@@ -104,7 +104,7 @@ class EnvironmentConfig(Block):
     """What the policy is asked."""
 
     kind: Literal["arithmetic", "calculator", "jsonl"] = "arithmetic"
-    digits: PositiveInt = 2
+    digits: Annotated[int, Field(ge=1, le=1000)] = 2
     """Of the operands, for arithmetic and calculator."""
     file: str = ""
     """One JSON object with "prompt" (text or chat messages) and "answer" per line, for jsonl."""
@@ -153,6 +153,8 @@ class TrainerConfig(Block):
     """Ranks that share each sequence."""
     agreement: bool = True
     """Count how often the live router would have chosen the replayed experts."""
+    rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
+    """Seconds after which a run of several processes ends when none of them gets on."""
 
 
 class ReferenceConfig(Block):
@@ -212,13 +214,14 @@ def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> Trai
             problems.append(problem)
         if isinstance(tree.get("model"), str):  # `model = "tiny"` is short for its path
             tree["model"] = {"path": tree["model"]}
+    places = " and ".join(([str(path)] if path else []) + (["--set"] if settings else []))
+    toml_text.check_depth(tree, places)
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
         problems += [_problem(dict(detail)) for detail in error.errors(include_url=False)]
     if problems:
-        places = ([str(path)] if path else []) + (["--set"] if settings else [])
-        raise config_error(" and ".join(places), problems)
+        raise config_error(places, problems)
     return config
 
 
@@ -284,6 +287,7 @@ _EXPECTED = {
     "greater_than_equal": "a number of {ge:g} or more",
     "int_type": "a whole number",
     "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
     "missing": "one more item",
     "model_type": "a table",
     "path_type": "a path",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pathlib
 import shutil
 
+from router_replay.errors import ConfigError
 from router_replay.report import Row, Run, comparison, write_report
 from router_replay.rl.config import TrainConfig, load_config
+from router_replay.rl.run_folder import LOCK, hold
 from router_replay.rl.sync_loop import train
 
 MODES = ("off", "r3")
+MARK = ".demo"
+"""In the folder of a run that the next demo may remove."""
 PROMISED_FALL = 3.0
 LEAST_REWARD_GAP = 0.05
 """Curves that end closer than this do not differ: about the noise of 512 answers and of the run's own path."""
@@ -31,14 +35,29 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
 
 def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
     """Both runs, the page `report.html` with its JSON, the table's rows and what can be said of them."""
-    for mode in MODES:
-        shutil.rmtree(out / mode, ignore_errors=True)
-        train(demo_config(mode, out, steps, fp8))
+    with hold(out):
+        for mode in MODES:  # both first: nothing is trained for a demo that cannot finish
+            _clear(out / mode)
+        for mode in MODES:
+            train(demo_config(mode, out, steps, fp8))
     runs = [Run("replay off", out / "off"), Run("R3", out / "r3")]
     rows = comparison(runs)
     notes = findings(rows, fp8)
     write_report(runs, out / "report.html", "Router Replay: off against R3", notes)
     return rows, notes
+
+
+def _clear(folder: pathlib.Path) -> None:
+    """Remove the run of an earlier demo. A run that somebody trained, or trains right now, stays."""
+    if folder.exists() and any(path.name != LOCK for path in folder.iterdir()) and not (folder / MARK).exists():
+        raise ConfigError(f"{folder} holds something that no demo wrote: give another --out, or move it away")
+    with hold(folder):
+        (folder / MARK).touch()
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (LOCK, MARK):
+                path.unlink()
 
 
 def findings(rows: list[Row], fp8: bool = False) -> list[str]:

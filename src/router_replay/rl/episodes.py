@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import pathlib
 from collections.abc import Sequence
@@ -45,9 +46,20 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
-def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
+def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> str:
+    """What became of it, in words: this runs when something failed already, and must not hide that."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_episodes(episodes, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return f"the rollouts of the step could not be written to {path}: {error.strerror or error}"
+    return f"the rollouts of the step are in {path}"
+
+
+def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
     """One JSON object per trajectory; `routes` is base64 of router_replay.wire bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for episode in episodes:
             for trajectory in episode.trajectories:

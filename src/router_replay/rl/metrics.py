@@ -7,6 +7,7 @@ read_metrics(folder)  # [{"step": 0, "reward": 0.31, "mismatch/k3": 0.0019}]
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import json
@@ -19,7 +20,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from router_replay.errors import ConfigError, MeasureError
+from router_replay.errors import ConfigError, MeasureError, TrainError
 from router_replay.report.runs import CONFIG_FILE, METRICS_FILE, read_metrics
 from router_replay.rl.config import LoggingConfig
 
@@ -88,8 +89,11 @@ class MetricsWriter:
         if step <= self._last_step:
             raise MeasureError(f"step {step} comes after step {self._last_step} in {self._path}: write each step once")
         line = {"step": step, **{name: _plain(value) for name, value in values.items()}}
-        self._file.write(_line(line))
-        self._file.flush()  # one short write: a kill leaves the line whole or without its end
+        try:
+            self._file.write(_line(line))
+            self._file.flush()  # one short write: a kill leaves the line whole or without its end
+        except OSError as error:
+            raise TrainError(f"{self._path}: the line of step {step} could not be written: {error.strerror}") from error
         self._last_step = step
         finite = {name: value for name, value in line.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
@@ -100,7 +104,8 @@ class MetricsWriter:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -136,11 +141,16 @@ def _line(values: Mapping[str, Any]) -> str:
 def _replace(path: pathlib.Path, text: str) -> None:
     """Written beside and renamed: a kill leaves the old file or the new one."""
     beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise TrainError(f"{path} could not be written: {error.strerror}") from error
 
 
 def _tensorboard(folder: pathlib.Path, done: int) -> Any:

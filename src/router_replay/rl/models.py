@@ -20,7 +20,17 @@ from router_replay.rl.config import ModelConfig
 from router_replay.rl.ranks import Ranks
 from router_replay.rl.tiny_model import tiny_folder
 
+WEIGHTS = "model.safetensors"
+
 WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class LoadError(ConfigError):
+    """A model folder of which `file` cannot be used."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 def model_folder(path: str) -> pathlib.Path:
@@ -39,8 +49,8 @@ def model_folder(path: str) -> pathlib.Path:
 def load_tokenizer(folder: pathlib.Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise LoadError(f"{folder} has no tokenizer that transformers can load: {error}", "tokenizer.json") from error
 
 
 def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
@@ -48,11 +58,18 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
     transformers_logging.disable_progress_bar()  # the display shows progress
     extra = {"use_kernels": True} if config.use_kernels else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **extra
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} could not be loaded as a causal language model: {error}") from error
+    except Exception as error:  # a cut file breaks in safetensors, one with other shapes in transformers
+        raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
+    if absent := sorted(set(info["missing_keys"])):  # which transformers would fill with random numbers
+        raise LoadError(f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}", WEIGHTS)
     if ranks.world == 1 and config.dtype == "float32":
         return model.to(ranks.device)
     return shard(model, config.dtype, ranks)

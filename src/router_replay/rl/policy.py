@@ -33,6 +33,10 @@ from router_replay.rl.ranks import Ranks
 from router_replay.routes import Routes
 
 
+class NotFiniteError(TrainError):
+    """A loss or a gradient of all ranks together: each of them raises it."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored:
     """What the old-policy pass found out about one micro-batch. Tensors are [slots of the whole bin]."""
@@ -99,6 +103,7 @@ class Policy:
         totals = Totals(mini.tokens, mini.sequences, config.longest_response)
         loss_sum, sums = torch.zeros((), device=ranks.device), None
         for micro, old in zip(mini.micro, scored, strict=True):
+            ranks.watch.beat()
             with self._replaying(micro, old.routes):
                 slots = _slots(self._logprobs(micro), micro.whole, old, ranks.device)
                 loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
@@ -127,6 +132,7 @@ class Policy:
         return RouteCounts(int(replayed), int(live), compared, agreed)
 
     def _score(self, micro: MicroBatch) -> Scored:
+        self._ranks.watch.beat()
         routes: Routes | TensorRoutes | None = micro.routes
         if self._config.replay == "r3":
             with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
@@ -201,7 +207,7 @@ class Policy:
 
     def _refuse_not_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
-            raise TrainError(
+            raise NotFiniteError(
                 f"{name} is {value} at optimizer step {self.updates}; the weights were not touched by this step. "
                 "A lower optimizer.lr, a lower optimizer.max_grad_norm or loss.truncated_importance may help"
             )

@@ -9,16 +9,22 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import itertools
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from router_replay.errors import ConfigError
+from router_replay.errors import ConfigError, TrainError
 from router_replay.rl.config import TrainConfig
+from router_replay.rl.watch import NoWatch, Watch
 
-PATIENCE = datetime.timedelta(hours=12)  # the others wait while the first rank starts the engine and plays rollouts
+# Of one collective: the others wait while the first rank plays rollouts, for as long as it gets on. The watch, which
+# knows whether it does, ends a run long before this.
+PATIENCE = datetime.timedelta(hours=12)
+_runs = itertools.count()  # of this process, since a store outlives a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Ranks:
     ulysses: int
     device: torch.device
     group: Any = None
+    watch: Watch | NoWatch = dataclasses.field(default_factory=NoWatch)
 
     @property
     def replicas(self) -> int:
@@ -83,23 +90,65 @@ def join(config: TrainConfig) -> Ranks:
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group(backend, timeout=PATIENCE)
-    elif config.model.dtype != "float32" and not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    size, group = config.trainer.ulysses, None
-    if size > 1:
-        for first in range(0, world, size):  # every rank must take part in making every group
-            members = list(range(first, first + size))
-            made = dist.new_group(members)
-            group = made if rank in members else group
-    return Ranks(rank, world, size, device, group)
+    if world == 1:
+        if config.model.dtype != "float32" and not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return Ranks(rank, world, config.trainer.ulysses, device)
+    store = _store(config.trainer.rank_timeout)
+    watch = Watch(_own_part(store), rank, world, config.trainer.rank_timeout)
+    try:
+        watch.phase("joining the other ranks")
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+        group = _ulysses_group(rank, world, config.trainer.ulysses)
+    except BaseException as error:
+        failure = watch.failed(error)
+        watch.close()
+        raise failure from None
+    return Ranks(rank, world, config.trainer.ulysses, device, group, watch)
 
 
-def leave() -> None:
+def _ulysses_group(rank: int, world: int, size: int) -> Any:
+    """The ranks that share this rank's sequences; None where they are not shared."""
+    group = None
+    for first in range(0, world, size) if size > 1 else ():  # every rank must take part in making every group
+        members = list(range(first, first + size))
+        made = dist.new_group(members)
+        group = made if rank in members else group
+    return group
+
+
+def leave(here: Ranks | None = None, failed: bool = False) -> None:
+    """After a failure the watch stays until the end: a broken group may not let go of this process."""
+    watch = NoWatch() if here is None else here.watch
+    if not failed:
+        watch.close()
     gc.collect()  # what still held a group, and its threads, would end them when the interpreter is half gone
     if dist.is_initialized():
         dist.destroy_process_group()
+    watch.close()
+
+
+def _store(timeout: float) -> Any:
+    """The store that torchrun, or the first rank, has for the run."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
+    except (RuntimeError, ValueError) as error:
+        raise TrainError(
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not find the others within "
+            f"{timeout:g} s (trainer.rank_timeout) at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
+            f"{error}"
+        ) from error
+    return store
+
+
+def _own_part(store: Any) -> Any:
+    """A connection and keys of this run's watch alone; torchrun may start a run again on the same store."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"router-replay/{restart}/{next(_runs)}", store.clone())
 
 
 def _device(wanted: str) -> torch.device:

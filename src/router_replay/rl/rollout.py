@@ -5,9 +5,11 @@ All episodes take their turns together: one batch of requests per turn. The same
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -49,10 +51,11 @@ class Rollout:
         *,
         max_length: int,
         seed: Sequence[int],
+        on_turn: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._task, self._config = engine, task, config
         self._max_length = max_length
-        self._seed = seed
+        self._seed, self._on_turn = seed, on_turn
         self.seconds_in_environments = 0.0
         self.episodes: list[Episode] = []
         for group, problem in enumerate(problems):
@@ -64,6 +67,7 @@ class Rollout:
             waiting = [episode for episode in self.episodes if not episode.done and self._room(episode)]
             if not waiting:
                 break
+            self._on_turn()
             requests = self._first_requests() if turn == 0 else [self._request(e, turn) for e in waiting]
             completions = self._engine.generate(requests)
             if len(completions) != len(waiting):
@@ -79,8 +83,9 @@ class Rollout:
     # -- asking ---------------------------------------------------------------------------------
 
     def _reset(self, group: int, problem: int) -> Episode:
-        environment = self._task.environment()
-        prompt = tuple(int(token) for token in environment.reset(problem))
+        with _of_the_user(f"problem {problem}: {type(self._task).__name__}.environment and its reset"):
+            environment = self._task.environment()
+            prompt = tuple(int(token) for token in environment.reset(problem))
         episode = Episode(len(self.episodes), group, problem, environment, prompt, [Trajectory(self._engine.spec)])
         if not self._room(episode):
             raise RewardError(
@@ -136,20 +141,28 @@ class Rollout:
 
     def _step(self, episode: Episode, tokens: list[int]) -> Turn:
         started = time.perf_counter()
+        name = f"{type(episode.environment).__name__}.step"
         try:
-            turn = episode.environment.step(tokens)
-        except RouterReplayError:
-            raise
-        except Exception as error:
-            name = type(episode.environment).__name__
-            raise RewardError(
-                f"problem {episode.problem}, turn {episode.turns}: {name}.step raised {type(error).__name__}: {error}"
-            ) from error
+            with _of_the_user(f"problem {episode.problem}, turn {episode.turns}: {name}"):
+                turn = episode.environment.step(tokens)
         finally:
             self.seconds_in_environments += time.perf_counter() - started
-        if not np.isfinite(turn.reward):
-            raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward}")
+        if not isinstance(turn, Turn):
+            raise RewardError(f"problem {episode.problem}: {name} must give a Turn, got {turn!r:.80}")
+        if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
+            raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
         return turn
+
+
+@contextlib.contextmanager
+def _of_the_user(what: str) -> Iterator[None]:
+    """Whatever the code in here raises is a RewardError, sys.exit too: it would end the run with status 0."""
+    try:
+        yield
+    except (RouterReplayError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RewardError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def seed_of(*numbers: int) -> int:

@@ -8,31 +8,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from router_replay.engines.base import Engine
 from router_replay.errors import ConfigError, RouterReplayError, TrainError
-from router_replay.measure import logprob_gap
 from router_replay.rl import checkpoints, delivery, ranks
-from router_replay.rl.checkpoints import Progress
+from router_replay.rl.checkpoints import CheckpointError, Progress
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.config_checks import check_config
 from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.display import Display, Quiet
 from router_replay.rl.engine_start import start_engine
 from router_replay.rl.environments import make_task
-from router_replay.rl.episodes import episode_figures, samples_of, save_episodes
+from router_replay.rl.episodes import samples_of, save_episodes
 from router_replay.rl.interrupts import Interrupts
 from router_replay.rl.metrics import MetricsWriter
-from router_replay.rl.models import load_tokenizer, model_folder, whole_state
-from router_replay.rl.policy import Policy, Scored, old_and_rollout
+from router_replay.rl.models import LoadError, load_tokenizer, model_folder, whole_state
+from router_replay.rl.policy import NotFiniteError, Policy, Scored, old_and_rollout
+from router_replay.rl.prompt_lengths import check_prompt_lengths
 from router_replay.rl.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
+from router_replay.rl.run_folder import hold
+from router_replay.rl.run_record import record_of
+from router_replay.rl.step_values import step_values
 from router_replay.rl.weights import WeightSync
 
 CHECKPOINT = "seconds/checkpoint"  # is told in the line of the step after it
@@ -43,15 +46,29 @@ def train(config: TrainConfig, resume: bool = False) -> Progress:
     warnings = check_config(config, ranks.world_size())
     here = ranks.join(config)
     _leave_the_engine_a_core(config, here)
+    failed = True
     try:
-        return _run(config, here, resume, warnings)
+        progress = _run(config, here, resume, warnings)
+        failed = False
+        return progress
+    except BaseException as error:
+        raise here.watch.failed(_not_an_exit(error)) from error.__cause__
     finally:
-        ranks.leave()
+        ranks.leave(here, failed)
 
 
 def _run(config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str]) -> Progress:
-    with SyncLoop(config, here, resume, warnings) as loop:
-        return loop.run()
+    with contextlib.ExitStack() as held:
+        note = held.enter_context(hold(config.output)) if here.is_first else None
+        with SyncLoop(config, here, resume, [*warnings, *filter(None, [note])]) as loop:
+            return loop.run()
+
+
+def _not_an_exit(error: BaseException) -> BaseException:
+    """sys.exit inside a run would end it with a status of the caller's choice, 0 among them, and without a word."""
+    if isinstance(error, SystemExit):
+        return TrainError(f"something in this run called sys.exit({error.code!r}); a run ends by raising")
+    return error
 
 
 def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:
@@ -66,36 +83,54 @@ class SyncLoop:
     def __init__(self, config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str] = ()) -> None:
         self._config, self._ranks = config, here
         self._closing = contextlib.ExitStack()
+        self._agreed: BaseException | None = None
+        self._rollout: Rollout | None = None
+        self._updating = False
+        self._seconds: dict[str, float] = {}
         checkpoint = self._checkpoint_to_resume(resume)
         self.progress = Progress() if checkpoint is None else checkpoints.read_progress(checkpoint)
-        folder = checkpoint or model_folder(config.model.path)
-        self._tokenizer = load_tokenizer(folder)
+        self._saved = self.progress.step if checkpoint is not None else None
         title = f"{config.output.name}: replay {config.replay}"
         self._display: Display | Quiet = Quiet()
         if here.is_first:
             self._display = Display(config.steps, title, done=self.progress.step)
         self._closing.enter_context(self._display)
+        here.watch.give_up = self._closing.close
         with self._end_on_error():
             for warning in warnings:
                 self._display.note(warning)
-            self._display.phase("loading the model")
-            self.policy = Policy(config, here, folder)
-            if checkpoint is not None:
-                checkpoints.restore(self.policy, checkpoint)
-            self._rollout: Rollout | None = None
-            self._updating = False
-            self._seconds: dict[str, float] = {}
-            self._saved = self.progress.step if checkpoint is not None else None
+            self._load(checkpoint)
             state = whole_state(self.policy.model)
             if here.is_first:
                 self._start_first_rank(state)
 
+    def _load(self, checkpoint: pathlib.Path | None) -> None:
+        """The policy; on the first rank first what costs nothing and may be refused: the problems and the settings."""
+        self._say("loading the model")
+        folder = checkpoint or model_folder(self._config.model.path)
+        try:
+            self._tokenizer = load_tokenizer(folder)
+            if self._ranks.is_first:
+                self._read_problems(checkpoint)
+            self.policy = Policy(self._config, self._ranks, folder)
+        except LoadError as error:
+            raise (error if checkpoint is None else checkpoints.damaged(checkpoint, error.file, error)) from error
+        if checkpoint is not None:
+            checkpoints.restore(self.policy, checkpoint)
+
+    def _read_problems(self, checkpoint: pathlib.Path | None) -> None:
+        config = self._config
+        self._task = make_task(config.environment, self._tokenizer, config.seed)
+        notes = check_prompt_lengths(self._task, config)
+        self._record, changes = record_of(config, self._task, checkpoint, self.progress.step)
+        for note in [*notes, *changes]:
+            self._display.note(note)
+
     def _start_first_rank(self, state: dict[str, Any]) -> None:
         config = self._config
-        self._display.phase("starting the engine")
-        self._task = make_task(config.environment, self._tokenizer, config.seed)
+        self._say("starting the engine")
         self._writer = self._closing.enter_context(
-            MetricsWriter(config.output, config.logging, config.model_dump(mode="json"), done=self.progress.step)
+            MetricsWriter(config.output, config.logging, self._record.for_config_file(), done=self.progress.step)
         )
         self._sync = WeightSync(config.engine, self.policy.model, self.policy.replayer.router_names)
         self._closing.callback(self._sync.close)
@@ -130,7 +165,8 @@ class SyncLoop:
                     if config.checkpoint.every and self.progress.step % config.checkpoint.every == 0:
                         self._save()
                 if self._ranks.any(interrupts.asked):
-                    raise KeyboardInterrupt
+                    self._agreed = KeyboardInterrupt()
+                    raise self._agreed
             if self._saved != self.progress.step:
                 self._save()
         return self.progress
@@ -151,6 +187,7 @@ class SyncLoop:
                 config.rollout,
                 max_length=config.engine.max_length,
                 seed=(config.seed, step),
+                on_turn=self._ranks.watch.beat,
             )
             episodes = self._rollout.run()
         self._seconds["seconds/reward"] = self._rollout.seconds_in_environments
@@ -182,9 +219,12 @@ class SyncLoop:
 
     def _save(self) -> None:
         with self._phase("checkpoint"):
-            output, keep = self._config.output, self._config.checkpoint.keep
-            checkpoints.save(self.policy, self.progress, self._tokenizer, output, keep, self._ranks)
+            self._save_to(self._config.output, self.progress, self._config.checkpoint.keep)
         self._saved = self.progress.step
+
+    def _save_to(self, output: pathlib.Path, progress: Progress, keep: int) -> None:
+        record = self._record.as_json() if self._ranks.is_first else None
+        checkpoints.save(self.policy, progress, self._tokenizer, output, keep, self._ranks, record)
 
     # -- what is seen ---------------------------------------------------------------------------
 
@@ -196,44 +236,32 @@ class SyncLoop:
         if not self._ranks.is_first:
             return
         assert self._rollout is not None
-        old, rollout = (np.concatenate([pair[side] for pair in gaps if pair is not None]) for side in (0, 1))
-        gap = logprob_gap(old, rollout)
-        values = episode_figures(self._rollout.episodes)
-        values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
+        values = step_values(self._config, self._rollout.episodes, figures, gaps, counts)
         values |= {
-            "mismatch/k1": gap.k1,
-            "mismatch/k3": gap.k3,
-            "mismatch/abs_mean": gap.abs_mean,
-            "mismatch/abs_max": gap.abs_max,
-            "mismatch/extreme_tau2": gap.extreme(2.0),
-            "routes/replayed": counts.replayed,
-            "routes/live": counts.live,
-            "lr": figures[-1]["lr"],
             "version": self.progress.version,
             **self._seconds,
             "seconds/step": seconds,
             "tokens_per_second": values["tokens"] / seconds,
         }
-        if counts.agreement is not None:
-            values["routes/agreement"] = counts.agreement
-        if not self._config.reference.kl:
-            del values["reference_kl"]
-        if not self._config.loss.truncated_importance:
-            del values["truncated_fraction"]
         self._writer.write(self.progress.step - 1, values)
         self._display.step(self.progress.step - 1, values)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        self._display.phase(name)
+        self._say(name)
         started = time.perf_counter()
         yield
         self._seconds[f"seconds/{name}"] = time.perf_counter() - started
+
+    def _say(self, phase: str) -> None:
+        self._display.phase(phase)
+        self._ranks.watch.phase(phase)
 
     # -- when something goes wrong --------------------------------------------------------------
 
     def _from_first(self, make: Callable[[], list[list[MiniBatch]]]) -> list[MiniBatch]:
         """What `make` gives on the first rank, each rank its share; what it raises there ends every rank."""
+        self._ranks.watch.phase("rollout")
         plans, failure = self._on_first(make)
         if failure is not None:
             raise failure
@@ -248,7 +276,7 @@ class SyncLoop:
             except BaseException as error:
                 failure = error
         if self._ranks.any(failure is not None):
-            failure = failure or TrainError("the first rank failed; its message says why")
+            failure = self._agreed = failure or TrainError("the first rank failed; its message says why")
         return result, failure
 
     @contextlib.contextmanager
@@ -256,17 +284,33 @@ class SyncLoop:
         """Nothing is lost: the state before the step is saved, and the step's rollouts where there are any."""
         try:
             yield
-        except (KeyboardInterrupt, RouterReplayError) as error:
-            saved = self._save_what_there_is(between_updates=not isinstance(error, KeyboardInterrupt))
+        except BaseException as error:
+            if not self._is_everywhere(error):  # the other ranks wait elsewhere, and saving needs them all
+                raise
+            self._ranks.watch.agreed = True
+            if isinstance(error, CheckpointError):  # to save again would fail again
+                raise
+            saved = self._saved_in_words(between_updates=isinstance(error, RouterReplayError))
             if isinstance(error, KeyboardInterrupt):
                 raise TrainError(f"stopped at step {self.progress.step}; {saved}; go on with --resume") from error
-            raise type(error)(f"step {self.progress.step}: {error}\n{saved}; go on with --resume") from error
-        except Exception:
-            if self._ranks.world == 1:  # several ranks may not all be here, and would wait for each other for ever
-                self._display.note(self._save_what_there_is())
+            known = _not_an_exit(error)
+            if isinstance(known, RouterReplayError):
+                raise type(known)(f"step {self.progress.step}: {known}\n{saved}; go on with --resume") from error
+            self._display.note(saved)
             raise
 
-    def _save_what_there_is(self, between_updates: bool = False) -> str:
+    def _is_everywhere(self, error: BaseException) -> bool:
+        """Whether every rank has raised, so that they can do something together once more."""
+        everywhere = isinstance(error, NotFiniteError | CheckpointError)
+        return self._ranks.world == 1 or error is self._agreed or everywhere
+
+    def _saved_in_words(self, between_updates: bool) -> str:
+        try:
+            return self._save_what_there_is(between_updates)
+        except CheckpointError as error:
+            return f"the state could not be saved: {error}"
+
+    def _save_what_there_is(self, between_updates: bool) -> str:
         """`between_updates`: no optimizer step was cut in two, so that the weights are some that training had."""
         output, step = self._config.output, self.progress.step
         said = []
@@ -281,7 +325,7 @@ class SyncLoop:
         elif touched:  # weights of half a step: kept apart, and not what --resume takes
             where = output / "failed" / f"step_{step:06}"
             half = dataclasses.replace(self.progress, updates=self.policy.updates)
-            checkpoints.save(self.policy, half, self._tokenizer, where, 1, self._ranks)
+            self._save_to(where, half, keep=1)
             last = checkpoints.latest(output)
             whole = f"the last whole checkpoint is {last}" if last else "there is no whole checkpoint: it starts anew"
             said.append(f"weights in the middle of the step are in {where}, {whole}")
@@ -291,11 +335,10 @@ class SyncLoop:
             said.append(f"the state is saved in {checkpoints.latest(output)}")
         if self._ranks.is_first and self._rollout is not None and self._rollout.episodes:
             path = output / "failed" / f"step_{step:06}" / "rollouts.jsonl"
-            save_episodes(self._rollout.episodes, path)
-            said.append(f"the rollouts of the step are in {path}")
+            said.append(save_episodes(self._rollout.episodes, path))
         return ", ".join(said)
 
-    def _checkpoint_to_resume(self, resume: bool) -> Any:
+    def _checkpoint_to_resume(self, resume: bool) -> pathlib.Path | None:
         output = self._config.output
         found = checkpoints.latest(output)
         if resume:

@@ -16,6 +16,24 @@ from typing import Any
 
 from router_replay.errors import ConfigError
 
+MOST_LEVELS = 64
+TOO_DEEP = "lists or tables are nested too deeply"
+
+
+def check_depth(tree: Any, place: str) -> None:
+    """ConfigError where the tree is deeper than any setting: what walks it later would run out of stack."""
+    level = [tree]
+    for _ in range(MOST_LEVELS):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    raise ConfigError(f"{place}: {TOO_DEEP}: at most {MOST_LEVELS} levels were expected")
+
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
     """The file's tree, or ConfigError with the file and the line that is not TOML."""
@@ -33,6 +51,10 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         end = f"at line {len(text.splitlines())}, the end of the file"
         raise ConfigError(f"{path}: not TOML: {str(error).replace('at end of document', end)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
 def read_value(text: str) -> Any:
@@ -43,6 +65,10 @@ def read_value(text: str) -> Any:
         if text.startswith(("[", "{", '"', "'")):
             raise ConfigError(f"expected a TOML value, got {text} ({error})") from None
         return text
+    except RecursionError:
+        raise ConfigError(TOO_DEEP) from None
+    except ValueError as error:
+        raise ConfigError(f"expected a TOML value, got {text[:40]}... ({error})") from None
     return tree["value"] if len(tree) == 1 else text  # with a line break the text may hold further keys
 
 

@@ -189,20 +189,29 @@ class WarmStart:
             "schedule": self._schedule.state_dict(),
         }
         beside = file.with_suffix(".new")
-        torch.save(state, beside)
-        os.replace(beside, file)
+        try:
+            torch.save(state, beside)
+            os.replace(beside, file)
+        except Exception as error:  # torch reports a full disk in a type of its own
+            beside.unlink(missing_ok=True)
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainError(f"{file} could not be written: {reason}; make room and start the same command") from error
 
     def load(self, file: pathlib.Path) -> None:
         """Go on from a state of the same recipe; without one, this is a new run."""
         if not file.exists():
             return
-        state = torch.load(file, map_location=self.device, weights_only=True)
-        if state["digest"] != self.recipe.digest:
-            return
-        self.steps_done, self.recent = state["steps_done"], state["recent"]
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        try:
+            state = torch.load(file, map_location=self.device, weights_only=True)
+            if state["digest"] != self.recipe.digest:
+                return
+            self.model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._schedule.load_state_dict(state["schedule"])
+            self.steps_done, self.recent = state["steps_done"], state["recent"]
+        except Exception as error:  # a cut or altered file breaks in torch, pickle or zipfile
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainError(f"{file} cannot be read, it is damaged ({reason}): remove it to start anew") from error
 
 
 def _right(logprobs: torch.Tensor) -> float:

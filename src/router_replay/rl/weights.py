@@ -18,13 +18,9 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine
-from router_replay.engines.shared_memory import PREFIX as PREFIX
-from router_replay.engines.shared_memory import SHARED_MEMORY as SHARED_MEMORY
-from router_replay.engines.shared_memory import is_locked as _is_locked  # noqa: F401
-from router_replay.engines.shared_memory import own_prefix
-from router_replay.engines.shared_memory import sweep as sweep
+from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
 from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
-from router_replay.errors import EngineError
+from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 
 BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
@@ -38,19 +34,44 @@ class WeightSync:
         self._config, self._model, self._routers = config, model, routers
         self._segment: SharedWeights | None = None
         self._fits_shared_memory = True
-        sweep(SHARED_MEMORY)
+        wanted = [pathlib.Path(config.weights)] if config.weights else []
+        for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # wherever a run may write
+            sweep(folder)
         bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
-        where = _roomy(config.weights, bytes_of_two)
-        self._root = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=where))
-        in_use = os.open(self._root, os.O_RDONLY)
-        fcntl.flock(in_use, fcntl.LOCK_SH)
-        self._unlock = contextlib.ExitStack()
-        self._unlock.callback(os.close, in_use)
+        self._closing = contextlib.ExitStack()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._closing.close)
+            self._root = self._folder_in_use(_roomy(config.weights, bytes_of_two))
+            on_failure.pop_all()
+
+    def _folder_in_use(self, where: str | None) -> pathlib.Path:
+        """A new folder, named after process and host, and locked, so that nobody's `sweep` takes it for a leftover."""
+        try:
+            made = tempfile.mkdtemp(prefix=own_prefix(), dir=where)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.weights: there is no writing to {where or tempfile.gettempdir()} ({error.strerror}); name a "
+                "folder that engine and trainer both see"
+            ) from error
+        self._closing.callback(shutil.rmtree, made, ignore_errors=True)
+        in_use = os.open(made, os.O_RDONLY)
+        self._closing.callback(os.close, in_use)
+        with contextlib.suppress(OSError):  # a file system without locks: there `sweep` goes by process and host
+            fcntl.flock(in_use, fcntl.LOCK_SH)
+        return pathlib.Path(made)
 
     def export(self, state: Mapping[str, torch.Tensor], version: int) -> pathlib.Path:
         """A folder with the weights as the engine should have them; it stays until the next version is there."""
         folder = self._root / f"version_{version}"
-        self._model.save_pretrained(folder, state_dict=self.for_engine(state))
+        try:
+            self._model.save_pretrained(folder, state_dict=self.for_engine(state))
+        except Exception as error:  # safetensors reports a full disk in a type of its own
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineError(
+                f"the weights for the engine could not be written to {folder}: {reason}. Make room, or name another "
+                "folder with engine.weights"
+            ) from error
         return folder
 
     def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
@@ -76,8 +97,7 @@ class WeightSync:
     def close(self) -> None:
         if self._segment is not None:
             self._segment.close()
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._unlock.close()
+        self._closing.close()
 
     def _shared(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
         """One segment for the whole run; None where shared memory has no room for it (a container's 64 MB)."""
@@ -115,7 +135,10 @@ def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
 def _roomy(wanted: str, needed: int) -> str | None:
     """The folder that was asked for, shared memory where it has room, or the system's place for temporary files."""
     if wanted:
-        pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
+        try:
+            pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"engine.weights = {wanted!r} cannot be made a folder: {error}") from error
         return wanted
     with contextlib.suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free > needed:

@@ -14,7 +14,7 @@ environment that changes what came before says so by `Turn.prompt`, and the traj
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -54,6 +54,15 @@ class Task(Protocol):
     @property
     def problems(self) -> int | None:
         """How many there are, numbered from 0; None: no end."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Which problems these are, in words: another text means other problems."""
+        ...
+
+    def prompt_lengths(self) -> Iterable[tuple[str, int]]:
+        """The place and the number of tokens of every prompt that can be known at the start."""
         ...
 
     def environment(self) -> Environment: ...

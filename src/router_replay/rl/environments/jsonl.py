@@ -9,9 +9,10 @@ Messages go through the tokenizer's chat template. Every line is read, checked a
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from router_replay.rl.environments.text import prompt_tokens
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
+    line: int
     prompt: str | list[dict[str, Any]]
     answer: Any
     token_ids: npt.NDArray[np.int32]
@@ -40,8 +42,20 @@ class JsonlTask:
             raise ConfigError('environment.kind = "jsonl" needs environment.file: the file of prompts and answers')
         self.tokenizer = tokenizer
         self.reward = RewardFunction(reward)
+        self.file = file
         self.lines = read_problems(pathlib.Path(file), tokenizer)
         self.problems: int | None = len(self.lines)
+
+    @property
+    def digest(self) -> str:
+        """Of what is asked and what is right, whatever the file is called and however it is laid out."""
+        digest = hashlib.sha256()
+        for problem in self.lines:
+            digest.update(json.dumps([problem.prompt, problem.answer], sort_keys=True).encode() + b"\n")
+        return f"{len(self.lines)} problems (digest {digest.hexdigest()[:16]})"
+
+    def prompt_lengths(self) -> Iterable[tuple[str, int]]:
+        return ((f"{self.file}, line {problem.line}", len(problem.token_ids)) for problem in self.lines)
 
     def environment(self) -> JsonlEnvironment:
         return JsonlEnvironment(self)
@@ -70,13 +84,14 @@ class JsonlEnvironment:
 def read_problems(file: pathlib.Path, tokenizer: Any) -> list[Problem]:
     try:
         raw = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"environment.file = {str(file)!r} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"environment.file = {str(file)!r} cannot be read: {reason}") from error
     problems = []
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if line.strip():
             try:
-                problems.append(_problem(line, tokenizer))
+                problems.append(_problem(number, line, tokenizer))
             except ConfigError as error:
                 raise ConfigError(f"{file}, line {number}: {error}") from error.__cause__
     if not problems:
@@ -84,10 +99,10 @@ def read_problems(file: pathlib.Path, tokenizer: Any) -> list[Problem]:
     return problems
 
 
-def _problem(line: bytes, tokenizer: Any) -> Problem:
+def _problem(number: int, line: bytes, tokenizer: Any) -> Problem:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f'an object with "prompt" and "answer" was expected, got {fields!r:.80}')
@@ -102,7 +117,7 @@ def _problem(line: bytes, tokenizer: Any) -> Problem:
         raise ConfigError(f"the prompt cannot be tokenised: {type(error).__name__}: {error}") from error
     if not token_ids:
         raise ConfigError("the prompt has no tokens")
-    return Problem(prompt, fields["answer"], np.array(token_ids, np.int32))
+    return Problem(number, prompt, fields["answer"], np.array(token_ids, np.int32))
 
 
 def _check_prompt(prompt: Any) -> None:

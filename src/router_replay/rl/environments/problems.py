@@ -6,9 +6,13 @@ operands(seed=0, problem=7, count=2, digits=2)       # (57, 34), always
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
+from router_replay.rl.environments.base import Environment
 from router_replay.rl.environments.text import end_of_sequence
+
+KNOWN_PROMPTS = 16
 
 
 class NumbersTask:
@@ -22,6 +26,17 @@ class NumbersTask:
         self.digits = digits
         self.seed = seed
         self.end = end_of_sequence(tokenizer)
+
+    @property
+    def digest(self) -> str:
+        return f"{type(self).__name__} of {self.digits} digits, seed {self.seed}"
+
+    def environment(self) -> Environment:
+        raise NotImplementedError
+
+    def prompt_lengths(self) -> Iterable[tuple[str, int]]:
+        """Of a few: all numbers have the same digits, so that prompts hardly differ in length."""
+        return [(f"problem {number}", len(self.environment().reset(number))) for number in range(KNOWN_PROMPTS)]
 
 
 def operands(seed: int, problem: int, count: int, digits: int) -> tuple[int, ...]:

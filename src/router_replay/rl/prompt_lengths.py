@@ -1,0 +1,39 @@
+"""Prompts that cannot be answered are found at the start, not in the step that comes to them and after every resume."""
+
+from __future__ import annotations
+
+from router_replay.errors import ConfigError
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.environments import Task
+
+SHOWN = 5
+
+
+def check_prompt_lengths(task: Task, config: TrainConfig) -> list[str]:
+    """ConfigError with the place of each prompt that would end the run; a note of those whose answers are cut."""
+    limit, slots, answer = config.engine.max_length, config.trainer.max_tokens, config.rollout.max_tokens
+    multiple = config.trainer.ulysses  # a sequence is padded to it, so that it can be shared
+    refused, cut = [], []
+    for place, length in task.prompt_lengths():
+        longest = min(length + answer, limit)
+        if length >= limit:
+            refused.append(
+                f"{place}: the prompt has {length} tokens and leaves no room for an answer: engine.max_length is "
+                f"{limit}; raise it, or leave the prompt out"
+            )
+        elif -(-longest // multiple) * multiple > slots:
+            refused.append(
+                f"{place}: the prompt of {length} tokens and its answer can have {longest} together, and one pass of "
+                f"the trainer takes {slots} (trainer.max_tokens); raise it, or lower rollout.max_tokens"
+            )
+        elif length + answer > limit:
+            cut.append(place)
+    if refused:
+        more = [f"... and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+        raise ConfigError("\n  ".join(["there are prompts that do not fit", *refused[:SHOWN], *more]))
+    if not cut:
+        return []
+    return [
+        f"{len(cut)} prompts, such as {cut[0]}, leave room for less than rollout.max_tokens = {answer} tokens: "
+        f"engine.max_length = {limit} cuts their answers"
+    ]

@@ -1,0 +1,85 @@
+"""A run holds its output folder, so that a second run cannot write over the first one.
+
+    with hold(config.output) as note:
+        ...                        # nobody else trains into this folder meanwhile
+
+The lock is an flock on a file in the folder. The kernel drops it when the process ends, also after kill -9, so no lock
+is ever stale. The file itself stays: removing it would let two processes lock two files of one name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+from router_replay.errors import ConfigError, TrainError
+
+LOCK = "run.lock"
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_held: set[int] = set()
+
+
+@contextlib.contextmanager
+def hold(folder: pathlib.Path) -> Iterator[str | None]:
+    """Lock the folder, made if it is not there. Gives a note where its file system has no locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"output = {str(folder)!r} cannot be written to: {error}; set another output") from error
+    _held.add(handle)
+    try:
+        note = _lock(handle, folder)
+        _sign(handle, folder)
+        yield note
+    finally:
+        _held.discard(handle)
+        os.close(handle)
+
+
+def _lock(handle: int, folder: pathlib.Path) -> str | None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TrainError(
+            f"{folder} is in use by another run, {_holder(handle)}: wait for it or stop it, or set another output. "
+            "Nothing was written"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return f"the file system of {folder} has no locks ({error.strerror}): see to it that no other run writes there"
+    return None
+
+
+def _sign(handle: int, folder: pathlib.Path) -> None:
+    try:
+        os.truncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    except OSError as error:
+        raise TrainError(f"{folder / LOCK} cannot be written: {error.strerror}") from error
+
+
+def _holder(handle: int) -> str:
+    """Who holds the lock, as it signed itself; the host matters on a shared file system."""
+    try:
+        signed = json.loads(os.pread(handle, 4096, 0))
+        return f"process {signed['pid']} on host {signed['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not signed yet
+        return "which has not said its process id yet"
+
+
+def _forget_in_child() -> None:
+    """A forked child, such as an engine's, shares the lock and would keep it after our death."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,141 @@
+"""What a run was started with: kept in every checkpoint, and compared when the run goes on.
+
+A change that cannot be meant (another model, other problems, another seed) is refused: the run would no longer be the
+one that its folder tells of. Any other change is allowed, shown, and recorded with the step from which it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from router_replay.errors import TrainError
+from router_replay.rl import checkpoints
+from router_replay.rl.config import TrainConfig, config_error
+from router_replay.rl.environments import Task
+from router_replay.rl.models import model_folder
+
+EDGE = 2**20  # bytes of each end of a weight file that the fingerprint reads
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """The settings of a run so far. `history`: from which step on which setting was changed by a `--resume`."""
+
+    config: dict[str, Any]
+    model: str
+    problems: str
+    history: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, config: TrainConfig, task: Task) -> Self:
+        return cls(config.model_dump(mode="json"), fingerprint(model_folder(config.model.path)), task.digest)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any], place: pathlib.Path) -> Self:
+        try:
+            record = cls(**{**saved, "history": tuple(saved["history"])})
+            if not isinstance(record.config, dict):
+                raise TypeError("config is no object")
+        except (KeyError, TypeError) as error:
+            raise TrainError(f"{place} is not the record of a run ({error}): take the checkpoint before it") from error
+        return record
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def for_config_file(self) -> dict[str, Any]:
+        """What config.json says: the settings now, and how they came to be so."""
+        return {**self.config, **({"history": list(self.history)} if self.history else {})}
+
+    def going_on_from(self, before: RunRecord, step: int, output: pathlib.Path) -> Self:
+        """This record with the history of `before`; ConfigError where it is another run."""
+        if refused := _refusals(before, self):
+            way_out = "set them back to go on, or set another output for a new run"
+            raise config_error(f"--resume: {output} holds a run with other settings; {way_out}", refused)
+        changes = _changes(before.config, self.config)
+        news = ({"step": step, "changes": changes},) if changes else ()
+        return dataclasses.replace(self, history=(*before.history, *news))
+
+    def notes(self, step: int) -> list[str]:
+        """What a `--resume` at `step` changed, for the display."""
+        return [
+            f"from step {step} on, {name} is {new!r}; it was {old!r}"
+            for entry in self.history[-1:]
+            if entry["step"] == step
+            for name, (old, new) in entry["changes"].items()
+        ]
+
+
+def record_of(
+    config: TrainConfig, task: Task, checkpoint: pathlib.Path | None, step: int
+) -> tuple[RunRecord, list[str]]:
+    """The record of a run that starts, or goes on from a checkpoint, and what its user should know of it."""
+    now = RunRecord.of(config, task)
+    if checkpoint is None:
+        return now, []
+    saved = checkpoints.read_record(checkpoint)
+    if saved is None:
+        return now, [f"{checkpoint} does not say with which settings it was made: they are not compared"]
+    before = RunRecord.read(saved, checkpoint / checkpoints.RECORD)
+    record = now.going_on_from(before, step, config.output)
+    return record, record.notes(step)
+
+
+def fingerprint(folder: pathlib.Path) -> str:
+    """Of a model: its config and both ends of its weight files. The same files elsewhere are the same model."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(EDGE))
+            file.seek(max(0, size - EDGE))
+            digest.update(file.read(EDGE))
+    return digest.hexdigest()[:16]
+
+
+def _refusals(before: RunRecord, now: RunRecord) -> list[str]:
+    old, new = flat(before.config), flat(now.config)
+    fixed = ["seed", "environment.kind"]
+    if new.get("environment.kind") != "jsonl":
+        fixed.append("environment.digits")
+    refused = [
+        f"{name}: the run was started with {old[name]!r}, now it is {new[name]!r}"
+        for name in fixed
+        if name in old and old[name] != new[name]
+    ]
+    path, file = "model.path", "environment.file"
+    if before.model != now.model:
+        refused.append(
+            f"{path}: the run was started with {old.get(path)!r} (fingerprint {before.model}), now it is "
+            f"{new[path]!r} (fingerprint {now.model})"
+        )
+    if before.problems != now.problems and not refused:  # else they differ by what is named above
+        refused.append(
+            f"{file}: the run was started with {before.problems} in {old.get(file)!r}, now there are {now.problems} in "
+            f"{new[file]!r}"
+        )
+    return refused
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Old and new value of every setting that differs. Settings that one of them does not know are left out."""
+    old, new = flat(before), flat(now)
+    both = [name for name in new if name in old and name != "output"]
+    return {name: [old[name], new[name]] for name in both if old[name] != new[name]}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optimizer": {"lr": 1}} as {"optimizer.lr": 1}; engine.arguments is one setting."""
+    settings: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and not prefix:
+            settings |= flat(value, f"{name}.")
+        else:
+            settings[prefix + name] = value
+    return settings

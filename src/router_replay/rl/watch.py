@@ -1,0 +1,246 @@
+"""What the ranks of a run know of each other besides their collectives: which one failed or hangs, where, and why.
+
+A collective that one rank does not come to holds the others for as long as its timeout, and what they raise then does
+not name the reason. So every rank has a thread that writes to the run's store where its main thread is, and that ends
+the process when the store says that another rank failed. The first rank's thread also sees when no rank gets on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from router_replay.errors import RouterReplayError, TrainError
+
+FAILED = "failed"
+INTERVAL = 0.5
+GRACE = 10.0
+"""Seconds in which a main thread may leave a collective that broke, and close the engine, before it is ended."""
+HEARD = 5.0
+"""Seconds that a rank with a message waits until the others have it: torchrun ends all when the first one is gone."""
+_COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
+
+
+class RankFailed(TrainError):
+    """Another rank failed or hangs; this one was told, and has printed it."""
+
+    printed = True
+
+
+class NoWatch:
+    """Of a rank that is alone."""
+
+    agreed = False
+    give_up: Callable[[], object] | None = None
+
+    def phase(self, name: str) -> None: ...
+
+    def beat(self) -> None: ...
+
+    def failed(self, error: BaseException) -> BaseException:
+        return error
+
+    def close(self) -> None: ...
+
+
+class Watch:
+    """One rank's side. `store`: torch's, with a connection that nobody else uses."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
+        self.agreed = False
+        """All ranks know of the failure that ends them: none needs to be told."""
+        self.give_up: Callable[[], object] | None = None
+        """Closes what should not outlive a process that has to be ended from here."""
+        self._store, self._rank, self._world, self._timeout = store, rank, world, timeout
+        self._phase, self._count = "starting", 0
+        self._main = threading.get_ident()
+        self._raised = False
+        self._ended, self._told = threading.Event(), threading.Lock()
+        self._others = [other for other in range(world) if other != rank]
+        self._seen = {other: _Seen() for other in range(world)}
+        self._thread = threading.Thread(target=self._watch, name="router-replay-watch", daemon=True)
+        self._thread.start()
+
+    # -- the main thread ------------------------------------------------------------------------
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self.beat()
+
+    def beat(self) -> None:
+        """This rank gets on. A phase may have many; `trainer.rank_timeout` bounds the time between two."""
+        self._count += 1
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the other ranks. Gives back what to raise here: the reason, which may be another rank's."""
+        if self.agreed or isinstance(error, RankFailed):
+            return error
+        self._raised = True
+        text = f"rank {self._rank} failed in phase {self._phase!r}: {_in_words(error)}"
+        try:
+            first = self._tell(text, [self._rank])
+        except RuntimeError:  # the store is gone, and with it everybody who could be told
+            return error
+        if first != text:
+            self._print(first)
+            return RankFailed(first)
+        self._told.acquire(blocking=False)  # whoever catches the error prints it
+        self._wait_until_heard()
+        return error
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(timeout=GRACE)
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(INTERVAL, self._timeout / 4)):
+            try:
+                self._publish()
+                if self._rank == 0:
+                    self._judge()
+                else:
+                    self._look(0)
+                    self._judge_first()
+                failure = self._failure()
+            except RuntimeError as error:  # of torch's store
+                self._end_without_store(error)
+                return
+            if failure is not None:
+                self._end(failure)
+                return
+
+    def _publish(self) -> None:
+        waits, place = self._where()
+        state = {"tick": time.monotonic(), "count": self._count, "phase": self._phase, "waits": waits, "place": place}
+        self._store.set(f"rank{self._rank}", json.dumps(state))
+
+    def _where(self) -> tuple[bool, str]:
+        """Whether the main thread is inside a collective, and its innermost line of Python."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return False, "nowhere"
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        while frame is not None:
+            if _COLLECTIVE in frame.f_code.co_filename:
+                return True, place
+            frame = frame.f_back
+        return False, place
+
+    def _look(self, other: int) -> None:
+        if self._store.check([f"rank{other}"]):
+            self._seen[other].update(json.loads(self._store.get(f"rank{other}")))
+
+    def _judge(self) -> None:
+        """On the first rank. While any rank gets on, those that wait are right to wait."""
+        for other in range(self._world):
+            self._look(other)
+        if min(seen.idle for seen in self._seen.values()) < self._timeout:
+            return
+        silent = [rank for rank, seen in self._seen.items() if seen.silent > min(GRACE, self._timeout)]
+        busy = [rank for rank, seen in self._seen.items() if not seen.state.get("waits")]
+        guilty = silent or busy or list(self._seen)
+        named = "; ".join(f"rank {rank} {self._seen[rank].in_words()}" for rank in guilty)
+        waiting = [rank for rank in self._seen if rank not in guilty]
+        rest = "".join(f"; rank {rank} {self._seen[rank].in_words()}" for rank in waiting[:3])
+        self._tell(f"no rank got on for {self._timeout:g} s (trainer.rank_timeout): {named}{rest}", guilty)
+
+    def _judge_first(self) -> None:
+        if self._seen[0].silent > self._timeout:
+            words = self._seen[0].in_words()
+            self._tell(f"the first rank is silent for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
+
+    def _tell(self, text: str, ranks: list[int]) -> str:
+        """The first failure is the one that counts; its text."""
+        told = self._store.compare_set(FAILED, "", json.dumps({"text": text, "ranks": ranks}))
+        return str(json.loads(told)["text"])
+
+    def _failure(self) -> dict[str, Any] | None:
+        return json.loads(self._store.get(FAILED)) if self._store.check([FAILED]) else None
+
+    def _end(self, failure: dict[str, Any]) -> None:
+        """The main thread may leave by itself: the collective that it waits in breaks when a guilty rank is gone."""
+        self._print(failure["text"])
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"heard{self._rank}", "")
+        hangs = self._rank in failure["ranks"] and not self._raised
+        if self._ended.wait(0 if hangs else GRACE):
+            return
+        if hangs:
+            self._wait_until_heard()
+        self._exit()
+
+    def _end_without_store(self, error: RuntimeError) -> None:
+        if self._ended.wait(GRACE):  # the run is over, and whoever had the store was the first to leave
+            return
+        self._print(
+            f"rank {self._rank} in phase {self._phase!r} lost the store of the run: the first rank or torchrun is gone "
+            f"({_in_words(error)})"
+        )
+        self._exit()
+
+    def _exit(self) -> None:
+        if self.give_up is not None:  # which may hang as well
+            closing = threading.Thread(target=self.give_up, daemon=True)
+            closing.start()
+            closing.join(GRACE)
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _wait_until_heard(self) -> None:
+        patience = time.monotonic() + HEARD
+        waiting = [f"heard{other}" for other in self._others]
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < patience and not self._store.check(waiting):
+                time.sleep(0.05)
+
+    def _print(self, text: str) -> None:
+        if self._told.acquire(blocking=False):
+            sys.stderr.write(f"router-replay train: {text}\n")
+            sys.stderr.flush()
+
+
+class _Seen:
+    """What is known of another rank, by this rank's clock."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        self._alive = self._moved = time.monotonic()
+
+    def update(self, state: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if state["tick"] != self.state.get("tick"):
+            self._alive = now
+        if (state["count"], state["phase"]) != (self.state.get("count"), self.state.get("phase")):
+            self._moved = now
+        self.state = state
+
+    @property
+    def silent(self) -> float:
+        """Seconds without a sign of life."""
+        return time.monotonic() - self._alive
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which it did not get on."""
+        return time.monotonic() - self._moved
+
+    def in_words(self) -> str:
+        if not self.state:
+            return "never came"
+        place = f"in phase {self.state['phase']!r} at {self.state['place']}"
+        if self.silent > GRACE:
+            return f"gives no sign of life for {self.silent:.0f} s, and was last seen {place}"
+        return f"{'waits' if self.state['waits'] else 'is'} {place}"
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, RouterReplayError) and text else f"{type(error).__name__}: {text}"
