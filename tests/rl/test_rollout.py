@@ -111,6 +111,27 @@ def test_what_an_environment_raises_names_the_problem_and_keeps_the_episodes(eng
         play(engine, Scripted(lambda turn, _: Turn(reward=math.nan)))
 
 
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, KeyError])
+def test_an_environment_that_ends_the_process_is_an_error_that_names_it(
+    engine: EmbeddedEngine, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*_: object) -> Turn:
+        raise kind(0)
+
+    with pytest.raises(RewardError, match=rf"problem 0, turn 0: Scripted\.step raised {kind.__name__}: 0"):
+        play(engine, Scripted(ends))
+    monkeypatch.setattr(Scripted, "reset", ends)
+    with pytest.raises(RewardError, match=rf"problem \d+: Scripted.* and its reset raised {kind.__name__}: 0"):
+        play(engine, Scripted(lambda turn, _: Turn()))
+
+
+def test_a_step_that_gives_no_turn_is_named(engine: EmbeddedEngine) -> None:
+    with pytest.raises(RewardError, match=r"Scripted\.step must give a Turn, got 1\.0"):
+        play(engine, Scripted(lambda turn, _: 1.0))  # type: ignore[arg-type, return-value]
+    with pytest.raises(RewardError, match="a reward must be a finite number, got '1'"):
+        play(engine, Scripted(lambda turn, _: Turn(reward="1")))  # type: ignore[arg-type]
+
+
 def test_a_prompt_without_room_is_refused(engine: EmbeddedEngine) -> None:
     with pytest.raises(RewardError, match=r"prompt of 3 tokens leaves no room.*max_length is 3"):
         play(engine, Scripted(lambda turn, _: Turn()), max_length=3)
