@@ -163,6 +163,8 @@ def test_layers_compiled_one_by_one_recompute_with_their_own_routes(model: tiny.
         expected = gradients(model, model.forward().square().sum())
     model.model.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # the compiler would do so inside the first checkpoint, which torch refuses
     for layer in model.model.model.layers:
         layer.mlp.forward = torch.compile(layer.mlp.forward, backend="aot_eager")
     losses = []
