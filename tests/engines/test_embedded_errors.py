@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from router_replay import RouterReplay
-from router_replay.engines import Engine, Request, Sampling, embedded_samples
+from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.embedded import samples as embedded_samples
 from router_replay.errors import EngineError
 from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, VOCABULARY, one, prompt, same

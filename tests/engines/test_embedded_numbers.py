@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from router_replay import RouterReplay, Sample, Trajectory, logprobs, pack
 from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.engines.embedded_sampling import draw
+from router_replay.engines.embedded.sampling import draw
 from router_replay.routes import Routes
 from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, Checkpoints, Trainer, one, prompt, same

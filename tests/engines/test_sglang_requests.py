@@ -14,7 +14,7 @@ import pytest
 from router_replay import wire
 from router_replay.engines import Request, Sampling
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.sglang_answers import routes_of_openai
+from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines import sglang_stub

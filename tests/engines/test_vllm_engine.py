@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from router_replay.engines import Engine, Request, Sampling
-from router_replay.engines.vllm_inprocess import _capabilities
+from router_replay.engines.vllm.inprocess import _capabilities
 from router_replay.errors import EngineError
 from tests.engines.conftest import GREEDY, KEY, SHAPE, Servers, one, prompt, same
 from tests.makers import random_routes

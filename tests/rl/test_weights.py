@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router_replay import RouterReplay
-from router_replay.engines.base import Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.engines.vllm_weights import share
+from router_replay.engines.types import Request, Sampling
+from router_replay.engines.vllm.weights import share
 from router_replay.rl.config import EngineConfig
 from router_replay.rl.weights import SHARED_MEMORY, WeightSync, _is_locked, fp8_rounded, sweep
 

@@ -19,7 +19,7 @@ import pytest
 
 from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.sglang_answers import routes_of_openai
+from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from tests.sglang_real.conftest import Server, prompt
 

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.engines.base import Capabilities, Completion, FinishReason, InFlight, Request
 from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine, nothing_generated
-from router_replay.engines.prefill_decode import check_server
+from router_replay.engines.stale import check_server
+from router_replay.engines.types import Capabilities, Completion, FinishReason, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec

@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from router_replay.engines import checks
-from router_replay.engines.base import Completion, Engine, InFlight, Request
+from router_replay.engines.base import Engine
 from router_replay.engines.http import Http
 from router_replay.engines.on_loop import LoopEngine
+from router_replay.engines.types import Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 

@@ -13,9 +13,10 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from router_replay.engines import checks
-from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
+from router_replay.engines.base import Engine, WeightSource, check_in_flight
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.http import printable
+from router_replay.engines.types import Completion, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
 
 LONGEST_ERROR = 4000  # characters: its words may be a server's
@@ -74,7 +75,7 @@ class LoopEngine(Engine):
     def resume(self) -> None:
         self._wait(self._resume())
 
-    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
+    def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
         self._wait(self._update(checks.folder(source), checks.version(version), check_in_flight(in_flight)))
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         dtype = getattr(torch, engine.dtype)
         return EmbeddedEngine(folder, version=version, max_length=engine.max_length, dtype=dtype, **engine.arguments)
     if engine.kind == "vllm":
-        from router_replay.engines.vllm_inprocess import VllmEngine
+        from router_replay.engines.vllm.inprocess import VllmEngine
 
         on_cpu = not torch.cuda.is_available()
         defaults: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
@@ -69,7 +69,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         with _environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}):
             return VllmEngine(str(folder), version=version, **arguments)
     if engine.kind == "vllm_http":
-        from router_replay.engines.vllm_http import VllmHttpEngine
+        from router_replay.engines.vllm.http import VllmHttpEngine
 
         connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
     else:

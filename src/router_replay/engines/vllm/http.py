@@ -15,16 +15,12 @@ import msgspec
 
 from router_replay import wire
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
-from router_replay.engines.vllm_client import Transport, VllmClient
-from router_replay.engines.vllm_samples import (
-    Flight,
-    Sample,
-    end_of_sequence_ids,
-    refuse_version,
-    sampling_arguments,
-)
+from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
+from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
+from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 

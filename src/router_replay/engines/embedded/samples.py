@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.engines.types import Completion, FinishReason, Request
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, Completion, InFlight, Request
 from router_replay.engines.http import FIRST_PAUSE, answer_limit, message_of, parsed, printable, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine
-from router_replay.engines.prefill_decode import Role, check_server, without_prompt_rows
-from router_replay.engines.sglang_answers import completion_of
+from router_replay.engines.prefill_decode import without_prompt_rows
+from router_replay.engines.sglang.answers import completion_of
+from router_replay.engines.stale import Role, check_server
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 

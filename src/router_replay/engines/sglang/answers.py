@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.engines.base import Completion, FinishReason, Request
 from router_replay.engines.http import TokenId, decoded
+from router_replay.engines.types import Completion, FinishReason, Request
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
