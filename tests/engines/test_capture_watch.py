@@ -39,7 +39,7 @@ def rows_of(count: int, last: int = 0) -> Routes:
 class InProcess(_InProcess):
     """What reads vLLM's arrays in this process, with the arrays but without vLLM."""
 
-    capabilities = Capabilities(True, False, True, True, True)
+    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=True)
 
     def __init__(self) -> None:
         self.spec = TOP_1

@@ -147,7 +147,7 @@ def test_models_that_do_not_generate_are_refused() -> None:
     "request_",
     [
         Request((5.9, 6.2)),  # type: ignore[arg-type]
-        Request((5, 6), routes_start=1.0),  # type: ignore[arg-type]
+        Request((5, 6), start=1.0),  # type: ignore[arg-type]
         Request((5, 6), Sampling(max_tokens="3")),  # type: ignore[arg-type]
         Request((5, 6), Sampling(n=1 << 40)),
         Request((5, 6), Sampling(seed=-1)),

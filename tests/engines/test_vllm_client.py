@@ -27,9 +27,7 @@ class Script(Transport):
     """A vLLM whose requests end when they are let, or aborted; loads do what `load` says."""
 
     spec = SPEC
-    capabilities = Capabilities(
-        routes=True, forced_routes=True, prompt_start=True, logprobs=True, versions=True, why_not=""
-    )
+    capabilities = Capabilities(routes=True, forced_routes=True, start=True, versions=True, why_not="")
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -139,7 +140,6 @@ def test_the_plugin_is_inert_unless_asked_for() -> None:
         "import sys, router_replay.engines.vllm.plugin as plugin; plugin.register(); "
         "print(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": "/bin"}
-    )
+    environment = {"PATH": "/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "False"

@@ -1,15 +1,17 @@
 """One protocol for every engine: tokens and sampling parameters in, tokens, log-probs and Routes out.
 
-engine = ...                                              # embedded, vLLM in process, vLLM over HTTP, SGLang
-[completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
-trajectory.append(request.token_ids, completion.token_ids, completion.logprobs,
-                  completion.routes, completion.start)
+    engine = ...                                              # embedded, vLLM in process, vLLM over HTTP, SGLang
+    [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
+    trajectory.add(request, completion)
+
+Calls may come from any thread.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import collections
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
@@ -53,17 +55,32 @@ class Engine(abc.ABC):
             raise EngineError(f"engines take a Request, got {checks.shown(request)}")
         return request.check(self.spec, self.capabilities, self.vocabulary)
 
+    def _checked_batch(self, requests: Iterable[Request]) -> list[Request]:
+        checked = [self._checked(request) for request in requests]
+        for name, count in collections.Counter(request.id for request in checked).items():
+            if count > 1:
+                raise EngineError(f"{name}: a request of this id is in flight; give each an id of its own")
+        return checked
+
     @abc.abstractmethod
     async def submit(self, request: Request) -> list[Completion]:
         """All n samples of one request. An abort makes it return what there is, with finish_reason "abort"."""
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """All samples of all requests, in the order of the requests. Must not be called inside an event loop."""
+        """All samples of all requests in one list, in the order of the requests."""
+        return [completion for samples in self.generate_each(requests) for completion in samples]
+
+    def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
+        """One list of samples per request. Must not be called inside an event loop.
+
+        One bad request refuses the whole batch before any of it is sent.
+        """
+        checked = self._checked_batch(requests)
 
         async def all_of_them() -> list[list[Completion]]:
-            return await asyncio.gather(*(self.submit(request) for request in requests))
+            return await asyncio.gather(*(self.submit(request) for request in checked))
 
-        return [completion for samples in asyncio.run(all_of_them()) for completion in samples]
+        return asyncio.run(all_of_them())
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:

@@ -62,7 +62,6 @@ class LoopEngine(Engine):
     async def submit(self, request: Request) -> list[Completion]:
         self._refuse_closed()
         request = self._checked(request)
-        self._refuse(request)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
@@ -86,9 +85,6 @@ class LoopEngine(Engine):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._stop_loop()
-
-    def _refuse(self, request: Request) -> None:
-        """What this engine alone cannot do; the request is checked otherwise."""
 
     # -- the loop -------------------------------------------------------------------------------
 

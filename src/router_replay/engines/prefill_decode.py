@@ -11,7 +11,7 @@ from typing import Any
 from router_replay import _moved
 from router_replay.engines.types import Completion
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
+from router_replay.routes import Routes, row_count
 
 
 def join_prefill_decode(prefill: Completion, decode: Completion, prompt_tokens: int) -> Completion:
@@ -46,7 +46,7 @@ def join_prefill_decode(prefill: Completion, decode: Completion, prompt_tokens: 
     decode_start = decode.start
     if decode_start > prompt_tokens:
         raise EngineError(f"{place}: the decode rows start at {decode_start}, behind the prompt of {prompt_tokens}")
-    expected = prompt_tokens + len(decode.token_ids) - 1 - decode_start
+    expected = row_count(prompt_tokens, len(decode.token_ids), decode_start)
     if len(decode.routes) != expected:
         raise EngineError(f"{place}: expected {expected} decode rows from {decode_start} on, got {len(decode.routes)}")
     start = prefill.start

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from router_replay import kernel
 from router_replay.engines import checks
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
+from router_replay.routes import Routes, row_count
 from router_replay.spec import RouterSpec
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -26,6 +29,7 @@ MOST_SAMPLES = 1 << 14  # of one request; vLLM's own limit
 HIGHEST_LOGPROB = 1e-3
 LOWEST_LOGPROB = -9999.0  # what vLLM's server writes for minus infinity: nobody samples a token of probability 0
 _numbers = itertools.count()
+_NEW_ID = "".join(["new ", "id"])  # compared by identity: nobody else has this object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +71,44 @@ class Sampling:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class Request:
-    """One prompt. `routes_start` leaves the first rows out of the answer: the caller knows them.
+    """One prompt. `start` leaves the rows before that position out of the answer: the caller knows them.
 
     `forced_routes` are rows [0, len) of the prompt that the engine must use instead of its own choice
     (an aborted rollout that goes on); positions beyond them, and uncaptured rows, are routed live.
     """
 
     token_ids: Sequence[int]
-    sampling: Sampling = Sampling()
-    routes_start: int = 0
-    forced_routes: Routes | None = None
-    id: str = dataclasses.field(default_factory=lambda: f"request-{next(_numbers)}")
+    sampling: Sampling
+    start: int
+    forced_routes: Routes | None
+    id: str
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        start: int = 0,
+        forced_routes: Routes | None = None,
+        id: str = _NEW_ID,
+        *,
+        routes_start: int | None = None,
+    ) -> None:
+        """`routes_start` is the old name of `start`."""
+        if routes_start is not None:
+            warnings.warn("Request(routes_start=) is now called start", DeprecationWarning, stacklevel=2)
+            start = routes_start
+        given = f"request-{next(_numbers)}" if id is _NEW_ID else id
+        fields = {"token_ids": token_ids, "sampling": sampling, "start": start, "forced_routes": forced_routes}
+        for name, value in (*fields.items(), ("id", given)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def routes_start(self) -> int:
+        """The old name of `start`."""
+        warnings.warn("Request.routes_start is now called start", DeprecationWarning, stacklevel=2)
+        return self.start
 
     def check(self, spec: RouterSpec, capabilities: Capabilities, vocabulary: int | None = None) -> Request:
         """The same request in plain Python values, or EngineError with the reason, before anything is sent."""
@@ -91,15 +120,15 @@ class Request:
         tokens = len(token_ids)
         if not tokens:
             raise EngineError(f"{self.id}: the prompt is empty")
-        start = checks.integer(self.routes_start, f"{self.id}: routes_start", -checks.TOKEN_LIMIT, checks.TOKEN_LIMIT)
+        start = checks.integer(self.start, f"{self.id}: start", -checks.TOKEN_LIMIT, checks.TOKEN_LIMIT)
         if not 0 <= start <= tokens - 1:
             raise EngineError(
-                f"{self.id}: routes_start must lie in [0, {tokens - 1}] for a prompt of {tokens} tokens "
+                f"{self.id}: start must lie in [0, {tokens - 1}] for a prompt of {tokens} tokens "
                 f"(the last prompt row is always returned), got {start}"
             )
         sampling = self.sampling.check(self.id, vocabulary)
         self._check_forced(spec, capabilities, tokens)
-        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, routes_start=start)
+        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
 
     def _check_forced(self, spec: RouterSpec, capabilities: Capabilities, tokens: int) -> None:
         forced = self.forced_routes
@@ -131,6 +160,66 @@ class Completion:
     finish_reason: FinishReason
     versions: np.ndarray
 
+    @classmethod
+    def assemble(
+        cls,
+        request: Request,
+        index: int,
+        *,
+        spec: RouterSpec,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | np.ndarray,
+        routes: Routes | None,
+        versions: ArrayLike,
+        finish_reason: str | None,
+        start: int | None = None,
+        vocabulary: int | None = None,
+    ) -> Completion:
+        """A checked Completion from the parts of an answer, or EngineError where they do not fit. All engines use it.
+
+        `routes` are the rows from `start` on (the request's by default); None says that none were captured.
+        `versions` are those of the last rows, as many as are given; the rows before have the first one's. The token
+        at position p was sampled by the pass that computed row p - 1, so versions of tokens and versions of rows end
+        alike, and one number per token is enough. Forced rows keep the version that routed them first; that they came
+        back is checked.
+        """
+        if finish_reason not in get_args(FinishReason):
+            raise EngineError(
+                f"{request.id}: the engine ended it with finish_reason {checks.shown(finish_reason)}, not one of "
+                f"{list(get_args(FinishReason))}"
+            )
+        prompt, tokens = len(request.token_ids), len(token_ids)
+        start = request.start if start is None else start
+        row_versions = np.zeros(0, np.int64)
+        if not tokens:  # nothing was forwarded that a caller could use
+            routes = Routes.missing(0, spec)
+        else:
+            row_versions = _row_versions(versions, row_count(prompt, tokens), request.id)
+            expected = row_count(prompt, tokens, start)
+            routes = Routes.missing(expected, spec) if routes is None else routes
+            if len(routes) == expected:  # any other number is refused by `check`
+                routes = _with_versions(routes, request, row_versions, start)
+        return cls(
+            request_id=request.id,
+            index=index,
+            token_ids=np.asarray(token_ids, np.int64),
+            logprobs=np.asarray(logprobs, np.float32),
+            routes=routes,
+            start=start,
+            finish_reason=cast(FinishReason, finish_reason),
+            versions=row_versions[prompt - 1 :] if tokens else row_versions,
+        ).check(prompt, vocabulary, request.sampling.max_tokens)
+
+    @classmethod
+    def nothing(cls, request: Request, spec: RouterSpec) -> list[Completion]:
+        """What an abort leaves of a request that never started: n empty samples."""
+        return [
+            cls.assemble(
+                request, index, spec=spec, token_ids=(), logprobs=(), routes=None, versions=(), finish_reason="abort"
+            )
+            for index in range(request.sampling.n)
+        ]
+
     def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
         """Nothing half-received or made up becomes a sample.
 
@@ -138,7 +227,7 @@ class Completion:
         and log-probs must be those of tokens that can be sampled.
         """
         tokens = len(self.token_ids)
-        rows = prompt_tokens + tokens - 1 - self.start
+        rows = row_count(prompt_tokens, tokens, self.start)
         if len(self.logprobs) != tokens or len(self.versions) != tokens:
             raise EngineError(
                 f"{self.request_id}: {tokens} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
@@ -169,13 +258,51 @@ class Completion:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+def _row_versions(versions: ArrayLike, rows: int, place: str) -> np.ndarray:
+    given = np.atleast_1d(np.asarray(versions, np.int64))
+    if not 0 < len(given) <= rows:
+        raise EngineError(f"{place}: {len(given)} versions for {rows} rows")
+    return np.concatenate([np.full(rows - len(given), given[0]), given])
+
+
+def _with_versions(routes: Routes, request: Request, versions: np.ndarray, start: int) -> Routes:
+    """The rows from `start` on with the versions of all rows, forced ones with their own."""
+    forced = request.forced_routes
+    if forced is not None and len(forced) > start:
+        given = forced[start:]
+        captured = given.captured
+        returned = routes[: len(given)]
+        # Where the engine chose the same set by itself, it keeps its own slot order.
+        same = kernel.sort_sets(returned.ids[captured]) == kernel.sort_sets(given.ids[captured])
+        if not same.all() or not returned.captured[captured].all():
+            unused = ~same.all(axis=(1, 2)) | ~returned.captured[captured]
+            row = start + int(np.flatnonzero(captured)[unused][0])
+            raise EngineError(
+                f"{request.id}: the engine did not use the forced experts of row {row}. With vLLM, engine.report() "
+                "says whether its plugin is active"
+            )
+        if given.version_runs is not None:
+            versions = versions.copy()
+            versions[start : len(forced)][captured] = given.versions[captured]
+    return routes.with_versions(versions[start:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; `why_not` says why a thing that users expect is missing."""
+    """What an engine can do; `why_not` says why a thing that users expect is missing.
+
+    `routes`: rows come back. `forced_routes`: it can be told which experts to use. `start`: rows can be left out of an
+    answer. `versions`: weights can be loaded, and each token says which version sampled it.
+    """
 
     routes: bool
     forced_routes: bool
-    prompt_start: bool
-    logprobs: bool
+    start: bool
     versions: bool
     why_not: str = ""
+
+    @property
+    def prompt_start(self) -> bool:
+        """The old name of `start`."""
+        warnings.warn("Capabilities.prompt_start is now called start", DeprecationWarning, stacklevel=2)
+        return self.start

@@ -107,8 +107,8 @@ class Rollout:
             stop_token_ids=self._task.stop_token_ids,
             n=n,
         )
-        start = episode.trajectories[-1].start_for(episode.prompt) if self._engine.capabilities.prompt_start else 0
-        return Request(episode.prompt, sampling, routes_start=start)
+        start = episode.trajectories[-1].start_for(episode.prompt) if self._engine.capabilities.start else 0
+        return Request(episode.prompt, sampling, start=start)
 
     # -- taking ---------------------------------------------------------------------------------
 

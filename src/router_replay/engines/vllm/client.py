@@ -259,12 +259,14 @@ class VllmClient(LoopEngine):
         if self._broken:
             raise EngineError(self._broken)
 
-    def _refuse(self, request: Request) -> None:
+    def _checked(self, request: Request) -> Request:
+        request = super()._checked(request)
         if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):
             raise EngineError(
                 f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
                 "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
             )
+        return request
 
 
 def _reasons(answers: Sequence[Any]) -> list[str]:

@@ -96,8 +96,7 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     return Capabilities(
         routes=report["captures"],
         forced_routes=report["forced_routes"],
-        prompt_start=True,
-        logprobs=True,
+        start=True,
         versions=True,
         why_not=report["reason"],
     )

@@ -34,7 +34,7 @@ def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text
         "logprobs": 0,
         "detokenize": False,
         # Some versions end the engine where this reaches the prompt's length; Request.check keeps it below.
-        "routed_experts_prompt_start": request.routes_start,
+        "routed_experts_prompt_start": request.start,
     }
     if request.forced_routes is not None:
         arguments["extra_args"] = extra_arguments(request.forced_routes, as_text)

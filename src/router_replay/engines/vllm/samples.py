@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from router_replay import kernel
 from router_replay.engines import checks
-from router_replay.engines.types import Completion, FinishReason, Request
-from router_replay.engines.vllm.requests import EXTRA_ARGUMENT
+from router_replay.engines.types import Completion, Request
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
+from router_replay.routes import Routes, row_count
 from router_replay.spec import RouterSpec
 
 _OURS = re.compile(r"^(?:(\d+)_)?.*?(rr-[0-9a-f]{32})")
@@ -83,42 +81,15 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
 def completion_of(sample: Sample, flight: Flight, spec: RouterSpec, vocabulary: int | None = None) -> Completion:
     """A checked Completion, or EngineError where the parts of a response do not fit each other."""
     request = flight.request
-    prompt, tokens, start = len(request.token_ids), len(sample.token_ids), request.routes_start
-    rows = prompt + tokens - 1
-    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-    if sample.finish_reason not in reasons:
-        raise EngineError(f"{request.id}: vLLM ended the request with finish_reason {sample.finish_reason!r}")
-    versions = flight.row_versions(sample.index, rows)
-    routes = Routes.missing(rows - start if tokens else 0, spec) if sample.rows is None else sample.rows
-    if tokens and len(routes) == rows - start:
-        routes = _with_versions(routes, request, versions)
-    return Completion(
-        request_id=request.id,
-        index=sample.index,
-        token_ids=np.asarray(sample.token_ids, np.int64),
-        logprobs=np.asarray(sample.logprobs, np.float32),
-        routes=routes if tokens else routes[:0],
-        start=start,
-        finish_reason=reasons[sample.finish_reason],
-        versions=versions[prompt - 1 :] if tokens else np.zeros(0, np.int64),
-    ).check(prompt, vocabulary, request.sampling.max_tokens)
-
-
-def _with_versions(routes: Routes, request: Request, versions: np.ndarray) -> Routes:
-    """Forced rows keep the version that routed them first; that the engine used them is checked here."""
-    start, forced = request.routes_start, request.forced_routes
-    if forced is not None and len(forced) > start:
-        given = forced[start:]
-        captured = given.captured
-        returned = routes[: len(given)]
-        # Where the engine chose the same set by itself, it keeps its own slot order.
-        same = kernel.sort_sets(returned.ids[captured]) == kernel.sort_sets(given.ids[captured])
-        if not same.all():
-            row = start + int(np.flatnonzero(captured)[np.argwhere(~same)[0][0]])
-            raise EngineError(
-                f"{request.id}: the engine did not use the forced experts of row {row}. Is its plugin active "
-                f"(extra_args.{EXTRA_ARGUMENT})? engine.report() says what the worker did"
-            )
-        versions = versions.copy()
-        versions[start : len(forced)][captured] = given.versions[captured]
-    return routes.with_versions(versions[start:])
+    rows = row_count(len(request.token_ids), len(sample.token_ids))
+    return Completion.assemble(
+        request,
+        sample.index,
+        spec=spec,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        routes=sample.rows,
+        versions=flight.row_versions(sample.index, rows),
+        finish_reason=sample.finish_reason,
+        vocabulary=vocabulary,
+    )
