@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from router_replay.engines.vllm_plugin import delivery
+from router_replay.engines.vllm.plugin.routes import delivery
 
 MODES = ("capture off", "vLLM's own", "rows packed", "packed")  # the last: log-probs too, as our plugin does
 PHASES = ("schedule", "update", "encode", "decode", "process")

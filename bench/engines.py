@@ -29,8 +29,8 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.engines import Engine, Request, Sampling
-from router_replay.engines.vllm_http import samples_of
-from router_replay.engines.vllm_plugin import delivery
+from router_replay.engines.vllm.http import samples_of
+from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from router_replay.stitch import Trajectory
@@ -158,7 +158,7 @@ def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
 
 @contextlib.contextmanager
 def running(folder: str, kinds: Sequence[str], shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from router_replay.engines.vllm_inprocess import VllmEngine
+    from router_replay.engines.vllm.inprocess import VllmEngine
 
     with contextlib.ExitStack() as stack:
         engines = {}

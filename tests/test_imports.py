@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 import router_replay
+from router_replay import _moved
 
 ROOT = pathlib.Path(router_replay.__file__).parent
 # A package may import from those before it. Modules beside the packages are the foundation.
@@ -54,6 +56,56 @@ def run(code: str) -> str:
 def test_no_torch_where_only_bytes_move(module: str) -> None:
     code = f"import sys, router_replay.{module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run(code).split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("module", ["vllm.http", "vllm.serve", "vllm.plugin", "sglang", "dynamo", "base"])
+def test_a_client_of_a_server_needs_no_torch(module: str) -> None:
+    heavy = "{'torch', 'transformers', 'safetensors', 'vllm'}"
+    code = f"import sys, router_replay.engines.{module}; print(sorted(set(sys.modules) & {heavy}))"
+    assert run(code).strip() == "[]"
+
+
+def test_the_engines_are_exported_and_loaded_when_first_used() -> None:
+    from router_replay import engines
+
+    assert set(engines.__all__) == set(engines._HOMES)
+    for name in engines.__all__:
+        assert getattr(engines, name).__name__ == name
+    code = "import sys, router_replay.engines; print(sorted(set(sys.modules) & {'numpy', 'torch', 'msgspec'}))"
+    assert run(code).strip() == "[]"
+
+
+def test_an_old_module_path_gives_the_new_module() -> None:
+    """In a process of its own: here, the new modules may be loaded already."""
+    needs_vllm = {} if importlib.util.find_spec("vllm") else {"router_replay.engines.vllm_plugin.transfer"}
+    paths = {old: new for old, new in _moved.MODULES.items() if old not in needs_vllm}
+    code = f"""
+import importlib, warnings
+import router_replay.engines
+for old, new in {paths!r}.items():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        module = importlib.import_module(old)
+    warned = any("has moved to" in str(one.message) for one in said)
+    assert module is importlib.import_module(new), old
+    assert warned != (old in {_moved.QUIET!r}), (old, said)
+print("all")
+"""
+    assert run(code).splitlines()[-1] == "all"
+
+
+def test_an_old_path_warns_and_names_the_new_one() -> None:
+    import router_replay.engines  # noqa: F401
+
+    sys.modules.pop("router_replay.engines.vllm_http", None)
+    with pytest.warns(DeprecationWarning, match=r"vllm_http has moved to router_replay\.engines\.vllm\.http"):
+        importlib.import_module("router_replay.engines.vllm_http")
+    from router_replay.engines import prefill_decode, stale
+
+    with pytest.warns(DeprecationWarning, match=r"moved to router_replay\.engines\.stale"):
+        assert prefill_decode.check_server is stale.check_server
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        prefill_decode.nothing  # noqa: B018
 
 
 def test_the_public_names_resolve() -> None:

@@ -38,6 +38,11 @@ from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
 
+def row_count(prompt_tokens: int, completion_tokens: int, start: int = 0) -> int:
+    """How many rows an answer has from position `start` on: the last token was never forwarded and has none."""
+    return prompt_tokens + completion_tokens - 1 - start
+
+
 class Routes:
     """The experts of T tokens in every routed layer: `ids` [T, L, K] in `spec.dtype`, read-only.
 

@@ -185,7 +185,7 @@ def servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
-    from router_replay.engines.vllm_serve import server_command
+    from router_replay.engines.vllm.serve import server_command
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -209,7 +209,7 @@ def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
 @pytest.fixture(scope="session")
 def vllm_engine(servers: Servers, checkpoints: Checkpoints) -> Iterator[Engine]:
     """In process, on checkpoint A. It depends on `servers` so that these start meanwhile."""
-    from router_replay.engines.vllm_inprocess import VllmEngine
+    from router_replay.engines.vllm.inprocess import VllmEngine
 
     with environment(**ENVIRONMENT):
         engine = VllmEngine(checkpoints.a, **SHAPE)
@@ -220,7 +220,7 @@ def vllm_engine(servers: Servers, checkpoints: Checkpoints) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def vllm_fresh_b(servers: Servers) -> Completion:
     """What an engine that was started on checkpoint B says: the reference for a swap to B."""
-    from router_replay.engines.vllm_http import VllmHttpEngine
+    from router_replay.engines.vllm.http import VllmHttpEngine
 
     with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url, api_key=KEY)) as engine:
         return one(engine, Request(prompt(), GREEDY))
@@ -229,7 +229,7 @@ def vllm_fresh_b(servers: Servers) -> Completion:
 @pytest.fixture(scope="session")
 def vllm_http_engine(servers: Servers, vllm_fresh_b: Completion, checkpoints: Checkpoints) -> Iterator[Engine]:
     """Over HTTP, taken from B to A as soon as the reference is known."""
-    from router_replay.engines.vllm_http import VllmHttpEngine
+    from router_replay.engines.vllm.http import VllmHttpEngine
 
     with servers.ours.wait(lambda: VllmHttpEngine(servers.ours.url, api_key=KEY)) as engine:
         engine.update_weights(checkpoints.a, 0)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from router_replay import wire
-from router_replay.engines import Completion, Request, Sampling, http, sglang
-from router_replay.engines.sglang import SglangEngine
+from router_replay.engines import Completion, Request, Sampling, SglangEngine, http
+from router_replay.engines.sglang import engine as sglang
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec

@@ -23,7 +23,7 @@ stub, kind, engine = test_hostile_servers.stub, test_hostile_servers.kind, test_
         Request((5.5, 6)),  # type: ignore[arg-type]
         Request((5, VOCABULARY)),
         Request((5, -1)),
-        Request((5, 6), routes_start=1.0),  # type: ignore[arg-type]
+        Request((5, 6), start=1.0),  # type: ignore[arg-type]
         Request((5, 6), Sampling(max_tokens="3")),  # type: ignore[arg-type]
         Request((5, 6), Sampling(n=10**9)),
         Request((5, 6), Sampling(temperature="hot")),  # type: ignore[arg-type]

@@ -12,15 +12,15 @@ import pytest
 
 from router_replay import RouterSpec, Routes, wire
 from router_replay.engines import Engine, Request, Sampling
-from router_replay.engines.base import Capabilities
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.dynamo import DynamoEngine
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.sglang_answers import routes_of_openai
-from router_replay.engines.vllm_client import Transport, VllmClient
-from router_replay.engines.vllm_http import VllmHttpEngine
-from router_replay.engines.vllm_inprocess import _InProcess
-from router_replay.engines.vllm_samples import Flight, Sample
+from router_replay.engines.sglang.answers import routes_of_openai
+from router_replay.engines.types import Capabilities
+from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.inprocess import _InProcess
+from router_replay.engines.vllm.samples import Flight, Sample
 from router_replay.errors import EngineError
 from tests.engines import sglang_stub, test_dynamo
 from tests.engines.stub import Reply, Stub, serving
@@ -39,7 +39,7 @@ def rows_of(count: int, last: int = 0) -> Routes:
 class InProcess(_InProcess):
     """What reads vLLM's arrays in this process, with the arrays but without vLLM."""
 
-    capabilities = Capabilities(True, False, True, True, True)
+    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=True)
 
     def __init__(self) -> None:
         self.spec = TOP_1

@@ -17,7 +17,7 @@ from router_replay.spec import RouterSpec
 from tests.makers import random_routes
 
 SPEC = RouterSpec(num_experts=16, top_k=4, layers=(0, 1))
-CAN = Capabilities(True, True, True, True, True)
+CAN = Capabilities(routes=True, forced_routes=True, start=True, versions=True)
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -48,11 +48,11 @@ def test_integers_of_any_type_become_plain_ones(token_ids: Any) -> None:
         ignore_eos=np.bool_(True),  # type: ignore[arg-type]
         n=np.int16(2),  # type: ignore[arg-type]
     )
-    request = checked(Request(token_ids, sampling, routes_start=np.int64(1), id="mine"))  # type: ignore[arg-type]
+    request = checked(Request(token_ids, sampling, start=np.int64(1), id="mine"))  # type: ignore[arg-type]
     assert request.token_ids == (5, 6)
     assert request.sampling == Sampling(3, 0.5, 1.0, 7, (1,), True, 2)
-    assert (request.routes_start, request.id) == (1, "mine")
-    json.dumps([request.token_ids, dataclasses.astuple(request.sampling), request.routes_start])
+    assert (request.start, request.id) == (1, "mine")
+    json.dumps([request.token_ids, dataclasses.astuple(request.sampling), request.start])
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_sampling_that_cannot_be(field: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"routes_start": 1.0}, "routes_start must be an integer, got 1.0"),
-        ({"routes_start": True}, "routes_start must be an integer"),
-        ({"routes_start": "1"}, "routes_start must be an integer"),
-        ({"routes_start": -1}, r"routes_start must lie in \[0, 1\]"),
-        ({"routes_start": 2}, r"routes_start must lie in \[0, 1\]"),
+        ({"start": 1.0}, "start must be an integer, got 1.0"),
+        ({"start": True}, "start must be an integer"),
+        ({"start": "1"}, "start must be an integer"),
+        ({"start": -1}, r"start must lie in \[0, 1\]"),
+        ({"start": 2}, r"start must lie in \[0, 1\]"),
         ({"sampling": None}, "sampling must be a Sampling"),
         ({"sampling": {"n": 1}}, "sampling must be a Sampling"),
         ({"forced_routes": np.zeros((2, 2, 4))}, "forced_routes must be Routes"),

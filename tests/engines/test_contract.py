@@ -51,9 +51,9 @@ def test_each_of_n_samples_has_its_own_rows(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 33, PROMPT_TOKENS - 1])
-def test_rows_before_routes_start_are_left_out(engine: Engine, start: int) -> None:
+def test_rows_before_the_start_are_left_out(engine: Engine, start: int) -> None:
     whole = one(engine, Request(prompt(), GREEDY))
-    part = one(engine, Request(prompt(), GREEDY, routes_start=start))
+    part = one(engine, Request(prompt(), GREEDY, start=start))
     assert part.start == start
     assert part.routes.same_sets(whole.routes[start:])
 
@@ -126,7 +126,7 @@ def test_forced_and_free_requests_share_a_batch(engine: Engine) -> None:
     ("request_", "message"),
     [
         (Request(()), "the prompt is empty"),
-        (Request((5, 6), routes_start=2), r"routes_start must lie in \[0, 1\]"),
+        (Request((5, 6), start=2), r"start must lie in \[0, 1\]"),
         (Request((5, 6), Sampling(max_tokens=0)), "max_tokens"),
         (Request((5, 6), forced_routes=random_routes(2, RouterSpec(8, 2, (0,)))), "another model"),
         (Request((5, 6), forced_routes=random_routes(3, RouterSpec(16, 4, (1, 2, 3)))), "3 forced rows"),
@@ -199,7 +199,7 @@ def test_who_stops_waiting_costs_nobody_else_anything(engine: Engine) -> None:
 def test_abort_before_the_first_token_gives_an_empty_completion(engine: Engine) -> None:
     async def work() -> None:
         engine.pause()
-        [task] = await started(engine, Request(prompt(), LONG, routes_start=3), seconds=0.1)
+        [task] = await started(engine, Request(prompt(), LONG, start=3), seconds=0.1)
         [aborted] = await asyncio.to_thread(engine.abort)
         [completion] = await task
         assert completion is aborted

@@ -71,7 +71,7 @@ def one(engine: DynamoEngine, request: Request | None = None) -> Completion:
 def test_the_request(engine: DynamoEngine, stub: Stub) -> None:
     stub.answers["/v1/completions"] = answer(start=2)
     sampling = Sampling(max_tokens=9, temperature=0.7, top_p=0.9, seed=4, stop_token_ids=(3,))
-    one(engine, Request(PROMPT, sampling, routes_start=2))
+    one(engine, Request(PROMPT, sampling, start=2))
     [body] = stub.bodies("/v1/completions")
     assert body["model"] == "moe"
     assert body["prompt"] == [5, 6, 7, 8]
@@ -101,7 +101,7 @@ def test_one_call_per_sample(engine: DynamoEngine, stub: Stub) -> None:
 def test_the_answer(engine: DynamoEngine, stub: Stub) -> None:
     routes = random_routes(4, SPEC, seed=3)
     stub.answers["/v1/completions"] = answer(start=2, routes=routes, finish_reason="stop")
-    completion = one(engine, Request(PROMPT, Sampling(max_tokens=3), routes_start=2))
+    completion = one(engine, Request(PROMPT, Sampling(max_tokens=3), start=2))
     assert completion.routes.same_sets(routes)
     assert completion.start == 2
     assert completion.token_ids.tolist() == [10, 11, 12]
@@ -114,7 +114,7 @@ def test_in_front_of_sglang_the_rows_are_text(engine: DynamoEngine, stub: Stub) 
     stub.answers["/v1/completions"] = answer(nvext={"routed_experts": wire.to_sglang(routes)})
     assert one(engine).routes.same_sets(routes)
     # SGLang's text has no start, and Dynamo does not pass ours on: the whole comes, and is taken as the whole.
-    assert one(engine, Request(PROMPT, Sampling(max_tokens=3), routes_start=2)).start == 0
+    assert one(engine, Request(PROMPT, Sampling(max_tokens=3), start=2)).start == 0
 
 
 @pytest.mark.parametrize(

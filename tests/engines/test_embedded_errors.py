@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from router_replay import RouterReplay
-from router_replay.engines import Engine, Request, Sampling, embedded_samples
+from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.embedded import samples as embedded_samples
 from router_replay.errors import EngineError
 from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, VOCABULARY, one, prompt, same
@@ -146,7 +147,7 @@ def test_models_that_do_not_generate_are_refused() -> None:
     "request_",
     [
         Request((5.9, 6.2)),  # type: ignore[arg-type]
-        Request((5, 6), routes_start=1.0),  # type: ignore[arg-type]
+        Request((5, 6), start=1.0),  # type: ignore[arg-type]
         Request((5, 6), Sampling(max_tokens="3")),  # type: ignore[arg-type]
         Request((5, 6), Sampling(n=1 << 40)),
         Request((5, 6), Sampling(seed=-1)),

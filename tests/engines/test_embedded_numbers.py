@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from router_replay import RouterReplay, Sample, Trajectory, logprobs, pack
 from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.engines.embedded_sampling import draw
+from router_replay.engines.embedded.sampling import draw
 from router_replay.routes import Routes
 from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, Checkpoints, Trainer, one, prompt, same
@@ -150,7 +150,7 @@ def test_forced_rows_come_back_exactly_and_change_the_logprobs(engine: EmbeddedE
     free = one(engine, Request(prompt(), GREEDY))
     foreign = random_routes(50, engine.spec, seed=1)
     for given, version in ((foreign, 3), (foreign.with_versions(1), 1)):
-        forced = one(engine, Request(prompt(), GREEDY, forced_routes=given, routes_start=10))
+        forced = one(engine, Request(prompt(), GREEDY, forced_routes=given, start=10))
         assert np.array_equal(forced.routes.ids[:40], foreign.ids[10:])
         assert forced.routes.versions.tolist() == [version] * 40 + [3] * (len(forced.routes) - 40)
         assert abs(forced.logprobs[0] - free.logprobs[0]) > 1e-3
@@ -196,7 +196,7 @@ def test_three_turns_become_a_trajectory(engine: EmbeddedEngine) -> None:
     history: tuple[int, ...] = prompt(0, 9)
     for turn in range(3):
         start = trajectory.next_start
-        answer = one(engine, Request(history, Sampling(6, seed=turn, ignore_eos=True), routes_start=start))
+        answer = one(engine, Request(history, Sampling(6, seed=turn, ignore_eos=True), start=start))
         trajectory.append(history, answer.token_ids, answer.logprobs, answer.routes, answer.start)
         history = (*history, *answer.token_ids.tolist(), 7, 8, 9)
     assert len(trajectory) == 9 + 3 * 6 + 2 * 3

@@ -17,7 +17,7 @@ from router_replay.engines import Completion, Engine, Request, Sampling, http
 from router_replay.engines.dynamo import DynamoEngine
 from router_replay.engines.http import answer_limit, checked_url
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.vllm_http import VllmHttpEngine
+from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines import sglang_stub, test_dynamo

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from router_replay.engines import Completion
-from router_replay.engines.prefill_decode import check_server, join_prefill_decode, stale_reasons, without_prompt_rows
+from router_replay.engines.prefill_decode import join_prefill_decode, without_prompt_rows
+from router_replay.engines.stale import check_server, stale_reasons
 from router_replay.errors import EngineError, RoutesError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec

@@ -14,7 +14,7 @@ import pytest
 from router_replay import wire
 from router_replay.engines import Request, Sampling
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.sglang_answers import routes_of_openai
+from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines import sglang_stub
@@ -31,9 +31,7 @@ stub, engine = sglang_stub.stub, sglang_stub.engine
 
 def test_the_request_says_everything(engine: SglangEngine, stub: Stub) -> None:
     stub.answers["/generate"] = answer(2, start=3)
-    one(
-        engine, Request(PROMPT, Sampling(max_tokens=9, temperature=0.7, top_p=0.9, stop_token_ids=(3,)), routes_start=3)
-    )
+    one(engine, Request(PROMPT, Sampling(max_tokens=9, temperature=0.7, top_p=0.9, stop_token_ids=(3,)), start=3))
     [body] = stub.bodies("/generate")
     assert body["input_ids"] == [5, 6, 7, 8]
     assert body["return_routed_experts"] is True
@@ -99,7 +97,7 @@ def test_a_recorded_answer_of_the_real_server() -> None:
 def test_rows_tokens_and_versions(engine: SglangEngine, stub: Stub) -> None:
     routes = random_routes(4, SPEC, seed=3)
     stub.answers["/generate"] = answer(3, start=2, routes=routes)
-    completion = one(engine, Request(PROMPT, Sampling(max_tokens=3), routes_start=2))
+    completion = one(engine, Request(PROMPT, Sampling(max_tokens=3), start=2))
     assert completion.routes.same_sets(routes)
     assert completion.start == 2
     assert completion.token_ids.tolist() == [10, 11, 12]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from router_replay.engines import Completion, Request, Sampling
-from router_replay.engines.base import Capabilities, InFlight
-from router_replay.engines.vllm_client import Transport, VllmClient
-from router_replay.engines.vllm_samples import Flight, Sample
+from router_replay.engines.types import Capabilities, InFlight
+from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.samples import Flight, Sample
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.makers import random_routes
@@ -27,9 +27,7 @@ class Script(Transport):
     """A vLLM whose requests end when they are let, or aborted; loads do what `load` says."""
 
     spec = SPEC
-    capabilities = Capabilities(
-        routes=True, forced_routes=True, prompt_start=True, logprobs=True, versions=True, why_not=""
-    )
+    capabilities = Capabilities(routes=True, forced_routes=True, start=True, versions=True, why_not="")
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Future[str]] = {}
@@ -185,7 +183,7 @@ def test_tokens_without_rows_are_no_sample(client: VllmClient, script: Script) -
 def test_an_abort_that_is_not_heard_is_an_error(
     client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router_replay.engines.vllm_client.ABORT_ROUNDS", 3)
+    monkeypatch.setattr("router_replay.engines.vllm.client.ABORT_ROUNDS", 3)
 
     async def work() -> None:
         script.deaf = True

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from router_replay.engines import Engine
-from router_replay.engines.vllm_plugin import delivery
+from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.errors import EngineError
 from tests.engines.conftest import ENVIRONMENT, Checkpoints, environment
 

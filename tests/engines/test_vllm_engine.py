@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from router_replay.engines import Engine, Request, Sampling
-from router_replay.engines.vllm_inprocess import _capabilities
+from router_replay.engines.vllm.inprocess import _capabilities
 from router_replay.errors import EngineError
 from tests.engines.conftest import GREEDY, KEY, SHAPE, Servers, one, prompt, same
 from tests.makers import random_routes
@@ -101,7 +101,7 @@ def test_the_worker_says_what_it_did(vllm_engine: Engine) -> None:
 def test_both_ways_to_vllm_give_the_same(vllm_engine: Engine, vllm_http_engine: Engine) -> None:
     rows = random_routes(40, vllm_engine.spec)
     for forced in (None, rows):
-        request = Request(prompt(61), GREEDY, routes_start=7, forced_routes=forced)
+        request = Request(prompt(61), GREEDY, start=7, forced_routes=forced)
         assert same(one(vllm_engine, request), one(vllm_http_engine, request))
 
 

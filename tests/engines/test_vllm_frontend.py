@@ -10,7 +10,8 @@ import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from router_replay import wire
-from router_replay.engines.vllm_plugin.frontend import check_and_salt, extra_arguments
+from router_replay.engines.vllm.plugin.routes.frontend import check_and_salt
+from router_replay.engines.vllm.requests import extra_arguments
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from tests.makers import random_routes

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from router_replay.engines import Engine, Request, vllm_guard
-from router_replay.engines.vllm_http import VllmHttpEngine
+from router_replay.engines import Engine, Request
+from router_replay.engines.vllm import guard as vllm_guard
+from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.errors import EngineError
 from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt
 

@@ -16,7 +16,7 @@ import pytest
 
 from router_replay import wire
 from router_replay.engines import Engine, Request, Sampling
-from router_replay.engines.vllm_http import VllmHttpEngine
+from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines.conftest import GREEDY, KEY, LONG, Checkpoints, Servers, one, prompt
@@ -255,7 +255,7 @@ def test_bad_rows_are_an_error_of_the_request_and_the_server_lives(
 
 
 def test_too_many_rows_are_an_error_of_the_request(vllm_http_engine: Engine, servers: Servers) -> None:
-    from router_replay.engines.vllm_plugin.frontend import extra_arguments
+    from router_replay.engines.vllm.requests import extra_arguments
 
     extra = {"extra_args": extra_arguments(random_routes(3, vllm_http_engine.spec))}
     status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from router_replay.engines.vllm_plugin.rules import Rule, find_rule, force
+from router_replay.engines.vllm.plugin.routes.rules import Rule, find_rule, force
 from router_replay.errors import EngineError
 
 pytest.importorskip("vllm")
@@ -114,7 +114,7 @@ def test_a_rule_that_is_not_known_is_refused() -> None:
 
 
 def test_a_monolithic_kernel_is_refused_with_the_reason() -> None:
-    from router_replay.engines.vllm_plugin.forcing import find_routers
+    from router_replay.engines.vllm.plugin.routes.forcing import find_routers
     from router_replay.spec import RouterSpec
 
     class Layer(torch.nn.Module):
@@ -139,7 +139,7 @@ def test_a_monolithic_kernel_is_refused_with_the_reason() -> None:
     ],
 )
 def test_unsupported_combinations_are_refused_with_the_reason(parallel: Any, more: Any, reason: str) -> None:
-    from router_replay.engines.vllm_plugin.forcing import refuse_unsupported
+    from router_replay.engines.vllm.plugin.routes.forcing import refuse_unsupported
 
     one_process = {"data_parallel_size": 1, "pipeline_parallel_size": 1}
     plain = {"speculative_config": None, "parallel_config": SimpleNamespace(**one_process)}

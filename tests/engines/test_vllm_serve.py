@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from router_replay.cli import main
-from router_replay.engines import vllm_serve
-from router_replay.engines.vllm_samples import refuse_version
-from router_replay.engines.vllm_serve import plugin_environment, server_command
+from router_replay.engines.vllm import serve as vllm_serve
+from router_replay.engines.vllm.serve import plugin_environment, server_command
+from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError
 
 
@@ -58,7 +59,7 @@ def test_an_open_address_without_a_key_is_refused(no_keys: None, host: str, form
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost"])
 def test_a_loopback_address_needs_no_key(no_keys: None, host: str) -> None:
     command, _ = server_command("model", ["--host", host])
-    assert command[command.index("--middleware") + 1] == "router_replay.engines.vllm_guard.Guard"
+    assert command[command.index("--middleware") + 1] == "router_replay.engines.vllm.guard.Guard"
 
 
 def test_the_default_address_is_loopback(no_keys: None) -> None:
@@ -136,10 +137,9 @@ def test_versions_that_were_tried(version: str) -> None:
 
 def test_the_plugin_is_inert_unless_asked_for() -> None:
     code = (
-        "import sys, router_replay.engines.vllm_plugin as plugin; plugin.register(); "
+        "import sys, router_replay.engines.vllm.plugin as plugin; plugin.register(); "
         "print(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PATH": "/bin"}
-    )
+    environment = {"PATH": "/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "False"

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from router_replay.engines import Completion, Request
 from router_replay.engines.shared_memory import PREFIX, SHARED_MEMORY, sweep
-from router_replay.engines.vllm_http import VllmHttpEngine
-from router_replay.engines.vllm_plugin.sources import open_source
-from router_replay.engines.vllm_plugin.weights import WeightLoader
-from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
+from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
+from router_replay.engines.vllm.plugin.weights.sources import open_source
+from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
 from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt, same
 
@@ -99,7 +99,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPa
         raise error
 
     before = everything()
-    monkeypatch.setattr("router_replay.engines.vllm_weights.mmap.mmap", fails)
+    monkeypatch.setattr("router_replay.engines.vllm.weights.mmap.mmap", fails)
     with pytest.raises(type(error)):
         SharedWeights({"a": torch.zeros(3)})
     assert everything() == before
@@ -108,7 +108,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPa
 def test_what_a_killed_process_left_goes_when_others_share() -> None:
     """Not only in a training run of ours: a user's trainer calls share alone."""
     code = (
-        "import os, torch; from router_replay.engines.vllm_weights import share; "
+        "import os, torch; from router_replay.engines.vllm.weights import share; "
         "weights = share({'a': torch.zeros(3)}); print(weights.name, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -122,7 +122,7 @@ def test_what_a_killed_process_left_goes_when_others_share() -> None:
 
 def test_a_fork_that_ends_does_not_take_the_trainers_memory_with_it() -> None:
     code = (
-        "import gc, os, torch; from router_replay.engines.vllm_weights import share, SHARED_MEMORY\n"
+        "import gc, os, torch; from router_replay.engines.vllm.weights import share, SHARED_MEMORY\n"
         "weights = share({'a': torch.zeros(3)}); path = SHARED_MEMORY / weights.name\n"
         "child = os.fork()\n"
         "if not child:\n    weights.close(); os._exit(0)\n"

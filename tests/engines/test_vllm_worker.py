@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from router_replay.engines.vllm_plugin import worker
-from router_replay.engines.vllm_plugin.forcing import FREE, ForcedRouting
-from router_replay.engines.vllm_plugin.frontend import extra_arguments
-from router_replay.engines.vllm_plugin.worker import WorkerState
+from router_replay.engines.vllm.plugin import worker
+from router_replay.engines.vllm.plugin.routes.forcing import FREE, ForcedRouting
+from router_replay.engines.vllm.plugin.worker import WorkerState
+from router_replay.engines.vllm.requests import extra_arguments
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from tests.makers import random_routes

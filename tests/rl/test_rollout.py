@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from router_replay.engines.base import Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.types import Request, Sampling
 from router_replay.errors import RewardError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Environment, Turn

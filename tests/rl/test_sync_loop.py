@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from router_replay import wire
-from router_replay.engines.base import Completion, Request
 from router_replay.engines.embedded import EmbeddedEngine
+from router_replay.engines.types import Completion, Request
 from router_replay.errors import ConfigError, EngineError, RewardError, TrainError
 from router_replay.rl import checkpoints, policy
 from router_replay.rl.config import TrainConfig

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router_replay import RouterReplay
-from router_replay.engines.base import Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.shared_memory import SHARED_MEMORY, is_locked, sweep
-from router_replay.engines.vllm_weights import share
+from router_replay.engines.types import Request, Sampling
+from router_replay.engines.vllm.weights import share
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl import weights
 from router_replay.rl.config import EngineConfig

@@ -19,7 +19,7 @@ import pytest
 
 from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.sglang import SglangEngine
-from router_replay.engines.sglang_answers import routes_of_openai
+from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from tests.sglang_real.conftest import Server, prompt
 
@@ -56,7 +56,7 @@ def test_rows_and_start(engine: SglangEngine, verified: Say) -> None:
     assert engine.spec.num_experts == 16
     assert len(whole.routes) == 20 + 12 - 1
     for start in (1, 12, 19):
-        part = one(engine, Request(prompt(), GREEDY, routes_start=start))
+        part = one(engine, Request(prompt(), GREEDY, start=start))
         assert part.routes.same_sets(whole.routes[start:])
         assert part.token_ids.tolist() == whole.token_ids.tolist()
     again = one(engine, Request(prompt(), GREEDY))

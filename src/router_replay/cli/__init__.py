@@ -77,7 +77,7 @@ def _families(_: argparse.Namespace) -> int:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
-    from router_replay.engines.vllm_serve import serve
+    from router_replay.engines.vllm.serve import serve
 
     return serve(chosen.model, chosen.rest, chosen.api_key_env)
 

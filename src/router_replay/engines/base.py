@@ -2,190 +2,36 @@
 
     engine = ...                                              # embedded, vLLM in process, vLLM over HTTP, SGLang
     [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
-    trajectory.append(request.token_ids, completion.token_ids, completion.logprobs,
-                      completion.routes, completion.start)
+    trajectory.add(request, completion)
 
-Row i of `completion.routes` belongs to position `completion.start + i` of prompt + completion; the last
-sampled token was never forwarded and has none.
+Calls may come from any thread.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import Literal, Self, get_args
-
-import numpy as np
+import collections
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 from router_replay.engines import checks
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
+from router_replay.engines.types import Sampling as Sampling
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-FinishReason = Literal["stop", "length", "abort"]
-InFlight = Literal["abort", "keep", "wait"]
-MOST_SAMPLES = 1 << 14  # of one request; vLLM's own limit
-# A sampled token has a probability of at most 1. Log-softmax rounds by 1e-6 in float32 and by less than this in shorter
-# types, so a value in between is kept as it came.
-HIGHEST_LOGPROB = 1e-3
-LOWEST_LOGPROB = -9999.0  # what vLLM's server writes for minus infinity: nobody samples a token of probability 0
-_numbers = itertools.count()
+
+@runtime_checkable
+class SharedTensors(Protocol):
+    """Weights in memory that the engine can map; `engines.vllm.weights.SharedWeights` is one."""
+
+    def info(self) -> dict[str, Any]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn.
-
-    The log-probs that come back are of the distribution at `temperature`. With `top_p` below 1, SGLang and the
-    embedded engine give them before the cut, vLLM after it.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-
-    def check(self, place: str, vocabulary: int | None = None) -> Sampling:
-        """The same in plain Python numbers, or EngineError that names the field."""
-        n = checks.integer(self.n, f"{place}: n", 1, MOST_SAMPLES + 1)
-        temperature = checks.number(self.temperature, f"{place}: temperature")
-        top_p = checks.number(self.top_p, f"{place}: top_p")
-        if temperature < 0 or not 0 < top_p <= 1:
-            raise EngineError(
-                f"{place}: temperature must be at least 0 and top_p must lie in (0, 1], got {temperature} and {top_p}"
-            )
-        seed = self.seed
-        if seed is not None:  # sample i of a request gets seed + i, and engines keep seeds in int64
-            seed = checks.integer(seed, f"{place}: seed", 0, (1 << 63) - n)
-        return Sampling(
-            max_tokens=checks.integer(self.max_tokens, f"{place}: max_tokens", 1, checks.TOKEN_LIMIT),
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop_token_ids=checks.tokens(self.stop_token_ids, f"{place}: stop_token_ids", vocabulary),
-            ignore_eos=checks.flag(self.ignore_eos, f"{place}: ignore_eos"),
-            n=n,
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """One prompt. `routes_start` leaves the first rows out of the answer: the caller knows them.
-
-    `forced_routes` are rows [0, len) of the prompt that the engine must use instead of its own choice
-    (an aborted rollout that goes on); positions beyond them, and uncaptured rows, are routed live.
-    """
-
-    token_ids: Sequence[int]
-    sampling: Sampling = Sampling()
-    routes_start: int = 0
-    forced_routes: Routes | None = None
-    id: str = dataclasses.field(default_factory=lambda: f"request-{next(_numbers)}")
-
-    def check(self, spec: RouterSpec, capabilities: Capabilities, vocabulary: int | None = None) -> Request:
-        """The same request in plain Python values, or EngineError with the reason, before anything is sent."""
-        if not isinstance(self.id, str) or not self.id:
-            raise EngineError(f"a request id is text that is not empty, got {checks.shown(self.id)}")
-        if not isinstance(self.sampling, Sampling):
-            raise EngineError(f"{self.id}: sampling must be a Sampling, got {checks.shown(self.sampling)}")
-        token_ids = checks.tokens(self.token_ids, f"{self.id}: the prompt", vocabulary)
-        tokens = len(token_ids)
-        if not tokens:
-            raise EngineError(f"{self.id}: the prompt is empty")
-        start = checks.integer(self.routes_start, f"{self.id}: routes_start", -checks.TOKEN_LIMIT, checks.TOKEN_LIMIT)
-        if not 0 <= start <= tokens - 1:
-            raise EngineError(
-                f"{self.id}: routes_start must lie in [0, {tokens - 1}] for a prompt of {tokens} tokens "
-                f"(the last prompt row is always returned), got {start}"
-            )
-        sampling = self.sampling.check(self.id, vocabulary)
-        self._check_forced(spec, capabilities, tokens)
-        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, routes_start=start)
-
-    def _check_forced(self, spec: RouterSpec, capabilities: Capabilities, tokens: int) -> None:
-        forced = self.forced_routes
-        if forced is None:
-            return
-        if not isinstance(forced, Routes):
-            raise EngineError(f"{self.id}: forced_routes must be Routes, got {checks.shown(forced)}")
-        if not capabilities.forced_routes:
-            raise EngineError(f"{self.id}: this engine cannot be told which experts to use: {capabilities.why_not}")
-        if forced.spec != spec:
-            raise EngineError(f"{self.id}: forced routes of another model: {forced.spec}, expected {spec}")
-        if len(forced) > tokens:
-            raise EngineError(f"{self.id}: {len(forced)} forced rows for a prompt of {tokens} tokens")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Completion:
-    """What came back for one sample of one request, whole or up to an abort.
-
-    `versions[i]` is the policy version that sampled token i; a weight swap in flight gives more than one.
-    """
-
-    request_id: str
-    index: int
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    routes: Routes
-    start: int
-    finish_reason: FinishReason
-    versions: np.ndarray
-
-    def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
-        """Nothing half-received or made up becomes a sample.
-
-        Tokens, log-probs, versions and rows must fit each other; tokens must be of the vocabulary, where it is known,
-        and log-probs must be those of tokens that can be sampled.
-        """
-        tokens = len(self.token_ids)
-        rows = prompt_tokens + tokens - 1 - self.start
-        if len(self.logprobs) != tokens or len(self.versions) != tokens:
-            raise EngineError(
-                f"{self.request_id}: {tokens} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
-            )
-        if max_tokens is not None and tokens > max_tokens:
-            raise EngineError(f"{self.request_id}: {tokens} tokens came, at most {max_tokens} were asked for")
-        if tokens and len(self.routes) != rows:
-            raise EngineError(
-                f"{self.request_id}: expected {rows} rows (prompt {prompt_tokens} + completion {tokens} - 1 - start "
-                f"{self.start}), got {len(self.routes)}"
-            )
-        self._check_values(checks.TOKEN_LIMIT if vocabulary is None else vocabulary)
-        return self
-
-    def _check_values(self, vocabulary: int) -> None:
-        bad = np.flatnonzero((self.token_ids < 0) | (self.token_ids >= vocabulary))
-        if len(bad):
-            raise EngineError(
-                f"{self.request_id}: sampled token {bad[0]} is {self.token_ids[bad[0]]}, the vocabulary is "
-                f"[0, {vocabulary}): nothing of this answer was used"
-            )
-        good = (self.logprobs > LOWEST_LOGPROB) & (self.logprobs <= HIGHEST_LOGPROB)  # false for NaN too
-        if not good.all():
-            place = int(np.flatnonzero(~good)[0])
-            raise EngineError(
-                f"{self.request_id}: the log-prob of sampled token {place} is {self.logprobs[place]}, expected a "
-                f"finite number of at most 0: nothing of this answer was used"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do; `why_not` says why a thing that users expect is missing."""
-
-    routes: bool
-    forced_routes: bool
-    prompt_start: bool
-    logprobs: bool
-    versions: bool
-    why_not: str = ""
+# A Hugging Face folder, shared memory, or a state dict. Each engine refuses what it cannot take.
+WeightSource: TypeAlias = str | os.PathLike[str] | SharedTensors | Mapping[str, Any]
 
 
 def check_in_flight(in_flight: InFlight) -> InFlight:
@@ -209,17 +55,32 @@ class Engine(abc.ABC):
             raise EngineError(f"engines take a Request, got {checks.shown(request)}")
         return request.check(self.spec, self.capabilities, self.vocabulary)
 
+    def _checked_batch(self, requests: Iterable[Request]) -> list[Request]:
+        checked = [self._checked(request) for request in requests]
+        for name, count in collections.Counter(request.id for request in checked).items():
+            if count > 1:
+                raise EngineError(f"{name}: a request of this id is in flight; give each an id of its own")
+        return checked
+
     @abc.abstractmethod
     async def submit(self, request: Request) -> list[Completion]:
         """All n samples of one request. An abort makes it return what there is, with finish_reason "abort"."""
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """All samples of all requests, in the order of the requests. Must not be called inside an event loop."""
+        """All samples of all requests in one list, in the order of the requests."""
+        return [completion for samples in self.generate_each(requests) for completion in samples]
+
+    def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
+        """One list of samples per request. Must not be called inside an event loop.
+
+        One bad request refuses the whole batch before any of it is sent.
+        """
+        checked = self._checked_batch(requests)
 
         async def all_of_them() -> list[list[Completion]]:
-            return await asyncio.gather(*(self.submit(request) for request in requests))
+            return await asyncio.gather(*(self.submit(request) for request in checked))
 
-        return [completion for samples in asyncio.run(all_of_them()) for completion in samples]
+        return asyncio.run(all_of_them())
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
@@ -233,8 +94,11 @@ class Engine(abc.ABC):
     def resume(self) -> None: ...
 
     @abc.abstractmethod
-    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
-        """Load the weights of a Hugging Face folder in place, and reset what the old ones cached."""
+    def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
+        """Load new weights in place, and reset what the old ones cached.
+
+        Every engine takes a Hugging Face folder; vLLM also shared memory, the embedded engine also a state dict.
+        """
 
     @abc.abstractmethod
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router_replay.engines.base import Completion
+from router_replay.engines.types import Completion
 from router_replay.errors import EngineError
 from router_replay.row_checks import NEVER_CAPTURED, never_captured, zero_layers
 from router_replay.spec import RouterSpec

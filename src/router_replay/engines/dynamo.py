@@ -19,15 +19,14 @@ import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.engines.base import Capabilities, Completion, FinishReason, InFlight, Request
 from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
-from router_replay.engines.http_engine import Flight, HttpEngine, nothing_generated
-from router_replay.engines.prefill_decode import check_server
+from router_replay.engines.http_engine import Flight, HttpEngine
+from router_replay.engines.stale import check_server
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort", "abort": "abort"}
 _NO_FORCING = "Dynamo's completions carry no routes to the engine, so it cannot be told which experts to use"
 _NO_WORKERS = "no workers= were given, so it can neither hold requests nor load weights"
 
@@ -81,7 +80,9 @@ class DynamoEngine(HttpEngine):
         if self._model not in served:
             raise EngineError(f"{self._http.url} serves {served}, not {self._model!r}: pass model=")
         lacks = [_NO_FORCING, *([] if self._workers else [_NO_WORKERS])]
-        self.capabilities = Capabilities(True, False, True, True, bool(self._workers), "; ".join(lacks))
+        self.capabilities = Capabilities(
+            routes=True, forced_routes=False, start=True, versions=bool(self._workers), why_not="; ".join(lacks)
+        )
 
     # -- generating -----------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class DynamoEngine(HttpEngine):
             return await asyncio.gather(*calls)
         except asyncio.CancelledError:
             if flight.stopped:  # by _stop below; what had been generated was never sent
-                return nothing_generated(flight, self)
+                return Completion.nothing(flight.request, self.spec)
             raise
         finally:
             del self._calls[flight.names[0]]
@@ -171,7 +172,7 @@ def completions_body(request: Request, index: int, model: str, version: int) -> 
         "stream": False,
         "nvext": {
             "extra_fields": ["completion_token_ids", "routed_experts"],
-            "routed_experts_prompt_start": prompt_start(request.routes_start, len(request.token_ids)),
+            "routed_experts_prompt_start": prompt_start(request.start, len(request.token_ids)),
             "cache_salt": f"router-replay-{version}",  # KV of older weights is never matched
         },
     }
@@ -217,8 +218,6 @@ def completion_of(
     [choice], nvext, prompt = answer.choices, answer.nvext or _Nvext(), len(request.token_ids)
     if choice.index != 0:
         raise EngineError(f"{request.id}: asked for one choice, and its index is {choice.index}, expected 0")
-    if choice.finish_reason not in _FINISH:
-        raise EngineError(f"{request.id}: Dynamo ended with finish_reason {choice.finish_reason!r}")
     if nvext.completion_token_ids is None:
         raise EngineError(
             f"{request.id}: no nvext.completion_token_ids in the answer: this Dynamo is too old to return tokens"
@@ -227,19 +226,19 @@ def completion_of(
     logprobs = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
     if len(logprobs) != len(tokens) or None in logprobs:
         raise EngineError(f"{request.id}: {len(tokens)} tokens came with log-probs {str(logprobs)[:200]}")
-    routes, start = Routes.missing(0, spec), request.routes_start
-    if tokens:
-        routes, start = _rows(nvext.routed_experts, spec, prompt, request)
-    return Completion(
-        request_id=request.id,
-        index=index,
-        token_ids=np.asarray(tokens, np.int64),
+    routes, start = _rows(nvext.routed_experts, spec, prompt, request) if tokens else (None, None)
+    return Completion.assemble(
+        request,
+        index,
+        spec=spec,
+        token_ids=tokens,
         logprobs=np.asarray(logprobs, np.float32),
-        routes=routes.with_versions(version),
+        routes=routes,
         start=start,
-        finish_reason=_FINISH[choice.finish_reason],
-        versions=np.full(len(tokens), version, np.int64),
-    ).check(prompt, vocabulary, request.sampling.max_tokens)
+        versions=version,
+        finish_reason="abort" if choice.finish_reason == "cancelled" else choice.finish_reason,
+        vocabulary=vocabulary,
+    )
 
 
 def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, request: Request) -> tuple[Routes, int]:
@@ -256,9 +255,9 @@ def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, req
         start = wire.peer_start(value)
     except RouterReplayError as error:
         raise EngineError(f"{request.id}: {error}") from error
-    if start != request.routes_start:
+    if start != request.start:
         raise EngineError(
-            f"{request.id}: asked for rows from {request.routes_start} on, they start at {start}: these workers do not "
+            f"{request.id}: asked for rows from {request.start} on, they start at {start}: these workers do not "
             "know nvext.routed_experts_prompt_start"
         )
     return rows, start

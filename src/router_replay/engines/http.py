@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from router_replay.engines import checks
-from router_replay.engines.base import Request
+from router_replay.engines.types import Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 

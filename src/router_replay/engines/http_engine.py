@@ -12,14 +12,11 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
-
 from router_replay.engines import checks
-from router_replay.engines.base import Completion, Engine, InFlight, Request
 from router_replay.engines.http import Http
 from router_replay.engines.on_loop import LoopEngine
+from router_replay.engines.types import Completion, InFlight, Request
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
 
 ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the server, so it is said again
 
@@ -111,7 +108,7 @@ class HttpEngine(LoopEngine):
             if self._broken:
                 raise EngineError(self._broken)
             if flight.stopped:
-                completions = nothing_generated(flight, self)
+                completions = Completion.nothing(request, self.spec)
             else:
                 flight.version, flight.started = self.version, True
                 completions = await self._generate(flight)
@@ -227,13 +224,3 @@ class HttpEngine(LoopEngine):
         async with self._gate:
             self._open = not self._paused
             self._gate.notify_all()
-
-
-def nothing_generated(flight: Flight, engine: Engine) -> list[Completion]:
-    """What an abort leaves of a request that never started."""
-    empty = Routes.missing(0, engine.spec)
-    none, request = np.zeros(0, np.int64), flight.request
-    return [
-        Completion(request.id, index, none, none.astype(np.float32), empty, request.routes_start, "abort", none)
-        for index in range(request.sampling.n)
-    ]

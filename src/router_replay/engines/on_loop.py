@@ -13,9 +13,10 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from router_replay.engines import checks
-from router_replay.engines.base import Completion, Engine, InFlight, Request, check_in_flight
+from router_replay.engines.base import Engine, WeightSource, check_in_flight
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.http import printable
+from router_replay.engines.types import Completion, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
 
 LONGEST_ERROR = 4000  # characters: its words may be a server's
@@ -61,7 +62,6 @@ class LoopEngine(Engine):
     async def submit(self, request: Request) -> list[Completion]:
         self._refuse_closed()
         request = self._checked(request)
-        self._refuse(request)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
@@ -74,7 +74,7 @@ class LoopEngine(Engine):
     def resume(self) -> None:
         self._wait(self._resume())
 
-    def update_weights(self, source: str, version: int, in_flight: InFlight = "abort") -> None:
+    def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
         self._wait(self._update(checks.folder(source), checks.version(version), check_in_flight(in_flight)))
 
     def close(self) -> None:
@@ -85,9 +85,6 @@ class LoopEngine(Engine):
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._stop_loop()
-
-    def _refuse(self, request: Request) -> None:
-        """What this engine alone cannot do; the request is checked otherwise."""
 
     # -- the loop -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
-from router_replay.engines.prefill_decode import stale_reasons
+from router_replay.engines.stale import stale_reasons
 from router_replay.rl.config import TrainConfig, config_error
 
 _TINY = "tiny"

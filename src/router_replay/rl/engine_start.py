@@ -43,8 +43,6 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
     can = engine.capabilities
     if engine.spec != spec:
         raise ConfigError(f"the engine's model is {engine.spec}, the policy is {spec}")
-    if not can.logprobs:
-        raise ConfigError(f"the engine gives no log-probs of its samples: {can.why_not}")
     if config.replay == "r3" and not can.routes:
         raise ConfigError(
             f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
@@ -60,7 +58,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         dtype = getattr(torch, engine.dtype)
         return EmbeddedEngine(folder, version=version, max_length=engine.max_length, dtype=dtype, **engine.arguments)
     if engine.kind == "vllm":
-        from router_replay.engines.vllm_inprocess import VllmEngine
+        from router_replay.engines.vllm.inprocess import VllmEngine
 
         on_cpu = not torch.cuda.is_available()
         defaults: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
@@ -69,7 +67,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         with _environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}):
             return VllmEngine(str(folder), version=version, **arguments)
     if engine.kind == "vllm_http":
-        from router_replay.engines.vllm_http import VllmHttpEngine
+        from router_replay.engines.vllm.http import VllmHttpEngine
 
         connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
     else:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from router_replay.engines.base import Completion, Engine, Request, Sampling
+from router_replay.engines.base import Engine
+from router_replay.engines.types import Completion, Request, Sampling
 from router_replay.errors import EngineError, RewardError, RouterReplayError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Environment, Task, Turn
@@ -111,8 +112,8 @@ class Rollout:
             stop_token_ids=self._task.stop_token_ids,
             n=n,
         )
-        start = episode.trajectories[-1].start_for(episode.prompt) if self._engine.capabilities.prompt_start else 0
-        return Request(episode.prompt, sampling, routes_start=start)
+        start = episode.trajectories[-1].start_for(episode.prompt) if self._engine.capabilities.start else 0
+        return Request(episode.prompt, sampling, start=start)
 
     # -- taking ---------------------------------------------------------------------------------
 

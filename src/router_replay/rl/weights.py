@@ -19,7 +19,7 @@ import torch
 
 from router_replay.engines.base import Engine
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
-from router_replay.engines.vllm_weights import SharedWeights, checkpoint_tensors, share
+from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 
@@ -77,9 +77,9 @@ class WeightSync:
     def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
         kind = self._config.kind
         if kind == "embedded":
-            engine.update_weights(self.for_engine(state), version)  # type: ignore[arg-type]
+            engine.update_weights(self.for_engine(state), version)
         elif kind == "vllm" and (segment := self._shared(state)) is not None:
-            engine.update_weights(segment, version)  # type: ignore[arg-type]
+            engine.update_weights(segment, version)
         else:
             engine.update_weights(str(self.export(state, version)), version)
         for old in self._root.glob("version_*"):

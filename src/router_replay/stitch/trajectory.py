@@ -14,21 +14,42 @@ row is the boundary row, missing until the next response supplies it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from router_replay.arguments import exact_int, float32_array, int64_array, refuse_not_finite
 from router_replay.errors import StitchError
-from router_replay.routes import Routes
+from router_replay.routes import Routes, row_count
 from router_replay.spec import RouterSpec
 from router_replay.stitch.growing import GrowingArray
 from router_replay.stitch.rows import RowStore
 
 
+class RequestLike(Protocol):
+    """What `add` needs of a request; `engines.Request` is one."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class CompletionLike(Protocol):
+    """What `add` needs of an answer; `engines.Completion` is one."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def routes(self) -> Routes: ...
+    @property
+    def start(self) -> int: ...
+
+
 class Trajectory:
-    """The tokens of one rollout with what is known of each; grows by `append`."""
+    """The tokens of one rollout with what is known of each; grows by `add` or `append`."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
@@ -36,6 +57,24 @@ class Trajectory:
         self._logprobs = GrowingArray(np.float32)
         self._loss_mask = GrowingArray(np.bool_)
         self._rows = RowStore(spec)
+
+    def add(
+        self, request: RequestLike, completion: CompletionLike, *, allow_gap: bool = False, branch: bool = False
+    ) -> Trajectory:
+        """Add an engine's answer to a request; returns the trajectory that took it, as `append` does.
+
+        An answer without a token (an abort before the first) adds the prompt only.
+        """
+        routes = completion.routes if len(completion.token_ids) else None
+        return self.append(
+            request.token_ids,
+            completion.token_ids,
+            completion.logprobs,
+            routes,
+            completion.start,
+            allow_gap=allow_gap,
+            branch=branch,
+        )
 
     def append(
         self,
@@ -157,7 +196,7 @@ class Trajectory:
             raise StitchError(f"routes must be a Routes, got {type(routes).__name__}; see router_replay.wire.from_*")
         if routes.spec != self.spec:
             raise StitchError(f"routes are of another model: expected {self.spec}, got {routes.spec}")
-        end = prompt + completion - 1
+        end = row_count(prompt, completion)
         if start > end:
             raise StitchError(f"start must be an integer in [0, {end}] for {prompt} + {completion} tokens, got {start}")
         if len(routes) != end - start:

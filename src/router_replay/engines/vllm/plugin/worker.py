@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from router_replay import __version__
-from router_replay.engines.vllm_plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, delivery
-from router_replay.engines.vllm_plugin.forcing import ForcedRouting, refuse_unsupported
-from router_replay.engines.vllm_plugin.seeds import HeldGenerators
-from router_replay.engines.vllm_plugin.weights import WeightLoader
+from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED
+from router_replay.engines.vllm.plugin.repairs.seeds import HeldGenerators
+from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
+from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -168,8 +169,8 @@ def install() -> None:
     Worker.router_replay_progress = progress
     Worker.router_replay_find_weights = find_weights
     Worker.router_replay_update_weights = update_weights
-    package = "router_replay.engines.vllm_plugin"
-    WeightTransferEngineFactory.register_engine(BACKEND, f"{package}.transfer", "RouterReplayTransfer")
+    transfer = "router_replay.engines.vllm.plugin.weights.transfer"
+    WeightTransferEngineFactory.register_engine(BACKEND, transfer, "RouterReplayTransfer")
 
 
 def _takes_ours(worker: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.base import Sampling
+from router_replay.engines.types import Sampling
 
 
 def draw(logits_BV: Any, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[Any, Any, Any]:

@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from router_replay.engines.vllm_plugin.sources import Weights
-from router_replay.engines.vllm_plugin.weights import WeightLoader
+from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
+from router_replay.engines.vllm.plugin.weights.sources import Weights
 from router_replay.errors import EngineError
 
 
@@ -75,5 +75,5 @@ class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
-        """Part of the interface up to vLLM 0.26 or so; the trainer's side here is engines.vllm_weights.share."""
-        raise EngineError("trainers send weights to this backend by router_replay.engines.vllm_weights.share")
+        """Part of the interface up to vLLM 0.26 or so; the trainer's side here is engines.vllm.weights.share."""
+        raise EngineError("trainers send weights to this backend by router_replay.engines.vllm.weights.share")

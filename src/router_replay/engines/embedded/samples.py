@@ -1,8 +1,5 @@
 """A request on its way through the embedded engine: its samples, what each has so far, and the Completion of it.
 
-The pass that computes row p samples the token at position p + 1, so the two have one policy version. A sample keeps
-the version of each token; row prompt + i has that of token i + 1, and all prompt rows that of the first token.
-
 Shapes: T prompt tokens, L routed layers, K top-k.
 """
 
@@ -14,7 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from router_replay.engines.base import Completion, FinishReason, Request
+from router_replay.engines.types import Completion, FinishReason, Request
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -88,24 +85,14 @@ class Sample:
 
     def completion(self, spec: RouterSpec) -> Completion:
         request = self.flight.request
-        versions = np.asarray(self._versions, np.int64)
-        return Completion(
-            request_id=request.id,
-            index=self.index,
-            token_ids=np.asarray(self.tokens, np.int64),
-            logprobs=np.asarray(self._logprobs, np.float32),
-            routes=self._routes(versions, spec),
-            start=request.routes_start,
+        routes = Routes(np.concatenate(self._rows)[request.start :], spec) if self.tokens else None
+        return Completion.assemble(
+            request,
+            self.index,
+            spec=spec,
+            token_ids=self.tokens,
+            logprobs=self._logprobs,
+            routes=routes,
+            versions=self._versions,
             finish_reason=self.finish or "abort",
-            versions=versions,
-        ).check(len(self.flight.tokens))
-
-    def _routes(self, versions: np.ndarray, spec: RouterSpec) -> Routes:
-        if not self.tokens:
-            return Routes.missing(0, spec)
-        start, forced = self.flight.request.routes_start, self.flight.request.forced_routes
-        row_versions = np.concatenate([np.full(len(self.flight.tokens), versions[0]), versions[1:]])
-        if forced is not None and forced.version_runs is not None:
-            captured = forced.captured
-            row_versions[: len(forced)][captured] = forced.versions[captured]  # who routed them first
-        return Routes(np.concatenate(self._rows)[start:], spec, versions=row_versions[start:])
+        )

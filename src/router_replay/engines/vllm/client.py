@@ -13,10 +13,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, Completion, InFlight, Request, check_in_flight
+from router_replay.engines.base import SharedTensors, WeightSource, check_in_flight
 from router_replay.engines.on_loop import LoopEngine
-from router_replay.engines.vllm_samples import Flight, Sample, completion_of, progress_of
-from router_replay.engines.vllm_weights import SharedWeights
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
+from router_replay.engines.vllm.samples import Flight, Sample, completion_of, progress_of
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
@@ -94,12 +94,12 @@ class VllmClient(LoopEngine):
 
     # -- the protocol ---------------------------------------------------------------------------
 
-    def update_weights(self, source: str | SharedWeights, version: int, in_flight: InFlight = "abort") -> None:
-        """Load a folder, a safetensors file or memory that `vllm_weights.share` filled, in place.
+    def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
+        """Load a folder, a safetensors file or memory that `vllm.weights.share` filled, in place.
 
         Weights that do not fit are refused before a request is touched.
         """
-        info = source.info() if isinstance(source, SharedWeights) else {"path": checks.folder(source)}
+        info = source.info() if isinstance(source, SharedTensors) else {"path": checks.folder(source)}
         self._wait(self._update(json.dumps(info), checks.version(version), check_in_flight(in_flight)))
 
     def report(self) -> dict[str, Any]:
@@ -259,12 +259,14 @@ class VllmClient(LoopEngine):
         if self._broken:
             raise EngineError(self._broken)
 
-    def _refuse(self, request: Request) -> None:
+    def _checked(self, request: Request) -> Request:
+        request = super()._checked(request)
         if request.sampling.temperature not in (0.0, 1.0) and not self._transport.logprobs_mode.startswith("processed"):
             raise EngineError(
                 f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
                 "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
             )
+        return request
 
 
 def _reasons(answers: Sequence[Any]) -> list[str]:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from router_replay.engines.embedded_cache import RaggedCache
-from router_replay.engines.embedded_samples import Flight, Sample
-from router_replay.engines.embedded_sampling import draw
+from router_replay.engines.embedded.cache import RaggedCache
+from router_replay.engines.embedded.samples import Flight, Sample
+from router_replay.engines.embedded.sampling import draw
 from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
 from router_replay.replay.inner import inner_model

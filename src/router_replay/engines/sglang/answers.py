@@ -19,13 +19,11 @@ import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.engines.base import Completion, FinishReason, Request
 from router_replay.engines.http import TokenId, decoded
+from router_replay.engines.types import Completion, Request
 from router_replay.errors import EngineError, RouterReplayError
-from router_replay.routes import Routes
+from router_replay.routes import Routes, row_count
 from router_replay.spec import RouterSpec
-
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class Span(msgspec.Struct):
@@ -70,41 +68,33 @@ def completion_of(
     """
     answer = decoded(body, _Answer, f"{request.id}: the answer to /generate")
     meta, tokens, prompt = answer.meta_info, len(answer.output_ids), len(request.token_ids)
-    if meta.finish_reason is None or meta.finish_reason.type not in _FINISH:
-        raise EngineError(
-            f"{request.id}: SGLang ended with finish_reason {meta.finish_reason}, not one of {[*_FINISH]}"
-        )
-    finish = _FINISH[meta.finish_reason.type]
     if meta.prompt_tokens not in (None, prompt):
         raise EngineError(
             f"{request.id}: sent {prompt} prompt tokens, SGLang used {meta.prompt_tokens}: it cut the prompt "
             "(--allow-auto-truncate), and rows would belong to other positions"
         )
     versions = _token_versions(meta, tokens, version, names, request.id)
-    start, rows = request.routes_start, prompt + tokens - 1
-    found = Routes.missing(rows - start if tokens else 0, spec)
+    finish = meta.finish_reason.type if meta.finish_reason else None
+    found = None
     if tokens and meta.routed_experts is not None:
         # Zero layers are counted over all answers, by CaptureWatch.
         found = _rows(meta.routed_experts, spec, request.id, allow_zero_layers=True)
-        if len(found) == rows - start:
-            # The token at position p was sampled by the pass that computed row p - 1; the prompt by the first pass.
-            of_rows = np.concatenate([np.full(prompt - 1, versions[0]), versions])
-            found = found.with_versions(of_rows[start:])
     elif tokens and routes and finish != "abort":  # an abort out of the queue comes with tokens and without rows
         raise EngineError(
             f"{request.id}: {tokens} tokens came without meta_info.routed_experts: was the server started with "
             "--enable-return-routed-experts?"
         )
-    return Completion(
-        request_id=request.id,
-        index=index,
-        token_ids=np.asarray(answer.output_ids, np.int64),
+    return Completion.assemble(
+        request,
+        index,
+        spec=spec,
+        token_ids=answer.output_ids,
         logprobs=_logprobs(meta, answer.output_ids, request.id),
         routes=found,
-        start=start,
-        finish_reason=finish,
         versions=versions,
-    ).check(prompt, vocabulary, request.sampling.max_tokens)
+        finish_reason=finish,
+        vocabulary=vocabulary,
+    )
 
 
 def routes_of_openai(
@@ -140,7 +130,7 @@ def routes_of_openai(
         )
     rows = _rows(text, spec, "sglext", allow_zero_layers)
     sizes = [size for size in (usage.get("prompt_tokens"), usage.get("completion_tokens")) if isinstance(size, int)]
-    expected = sum(sizes) - 1 - start if len(sizes) == 2 else len(rows)
+    expected = row_count(sizes[0], sizes[1], start) if len(sizes) == 2 else len(rows)
     if len(rows) != expected:
         raise EngineError(
             f"expected {expected} rows (usage {sizes[0]} + {sizes[1]} - 1 - start {start}), got {len(rows)}"

@@ -22,7 +22,7 @@ import torch
 
 from router_replay.engines import shared_memory
 from router_replay.engines.shared_memory import SHARED_MEMORY
-from router_replay.engines.vllm_plugin.sources import DTYPES
+from router_replay.engines.vllm.plugin.weights.sources import DTYPES
 from router_replay.errors import EngineError
 
 ALIGNMENT = 64

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.vllm_plugin.fitting import Fitting
-from router_replay.engines.vllm_plugin.sources import Weights, files_of, open_source
+from router_replay.engines.vllm.plugin.weights.fitting import Fitting
+from router_replay.engines.vllm.plugin.weights.sources import Weights, files_of, open_source
 from router_replay.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, Completion, InFlight, Request
 from router_replay.engines.http import FIRST_PAUSE, answer_limit, message_of, parsed, printable, refusal
 from router_replay.engines.http_engine import Flight, HttpEngine
-from router_replay.engines.prefill_decode import Role, check_server, without_prompt_rows
-from router_replay.engines.sglang_answers import completion_of
+from router_replay.engines.prefill_decode import without_prompt_rows
+from router_replay.engines.sglang.answers import completion_of
+from router_replay.engines.stale import Role, check_server
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
@@ -77,7 +78,9 @@ class SglangEngine(HttpEngine):
         lacks.append(_NO_FORCING)
         if info.get("version") != TESTED:
             lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tried, {TESTED} was")
-        self.capabilities = Capabilities(captures, False, captures, True, True, "; ".join(lacks))
+        self.capabilities = Capabilities(
+            routes=captures, forced_routes=False, start=captures, versions=True, why_not="; ".join(lacks)
+        )
 
     async def _info(self, path: str, older: str) -> dict[str, Any]:
         status, answer = await self._http.request("GET", path, repeat=True)
@@ -94,7 +97,8 @@ class SglangEngine(HttpEngine):
 
     # -- generating -----------------------------------------------------------------------------
 
-    def _refuse(self, request: Request) -> None:
+    def _checked(self, request: Request) -> Request:
+        request = super()._checked(request)
         if request.sampling.seed is not None and not self._seeds:
             raise EngineError(
                 f"{request.id}: seed {request.sampling.seed}, but this server ignores seeds: start it with "
@@ -105,6 +109,7 @@ class SglangEngine(HttpEngine):
                 f"{request.id}: SGLang looks at no stop token where ignore_eos is set, so "
                 f"{request.sampling.stop_token_ids} would not end it: leave one of the two out"
             )
+        return request
 
     async def _generate(self, flight: Flight) -> list[Completion]:
         samples = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
@@ -214,7 +219,7 @@ def generate_body(request: Request, index: int, name: str, version: str, routes:
         "sampling_params": parameters,
         "return_logprob": True,
         "return_routed_experts": routes,
-        "routed_experts_start_len": request.routes_start if routes else 0,
+        "routed_experts_start_len": request.start if routes else 0,
         "extra_key": f"router-replay-{version}",
         "stream": False,
     }

@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from router_replay.engines.base import Completion, InFlight
-from router_replay.engines.embedded_runner import Runner
-from router_replay.engines.embedded_samples import Flight, Sample
+from router_replay.engines.embedded.runner import Runner
+from router_replay.engines.embedded.samples import Flight, Sample
+from router_replay.engines.types import Completion, InFlight
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from router_replay.engines.vllm_samples import refuse_version
+from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 
 # In an engine core: the id of the process that reads its messages and takes packed rows apart, which is its parent.

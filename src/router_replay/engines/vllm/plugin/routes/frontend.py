@@ -6,29 +6,15 @@ prefix cache knows tokens only, so KV made under forced rows gets a salt of its 
 
 from __future__ import annotations
 
-import base64
 import functools
 from typing import Any
 
 import xxhash
 
 from router_replay import wire
-from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT
-from router_replay.engines.vllm_plugin.forcing import routes_of, rows_given
+from router_replay.engines.vllm.requests import EXTRA_ARGUMENT, routes_of, rows_given
 from router_replay.errors import RouterReplayError
-from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-
-
-def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | bytes]:
-    """What goes into SamplingParams.extra_args: text for JSON, bytes for an engine in this process.
-
-    As text, sets are half of what there is to send; where slot order has a meaning, it stays.
-    """
-    if not as_text:
-        return {EXTRA_ARGUMENT: wire.encode(routes, codec="dense")}
-    blob = wire.encode(routes, codec="dense" if routes.spec.ordered else "sets")
-    return {EXTRA_ARGUMENT: base64.b64encode(blob).decode("ascii")}
 
 
 def check_and_salt(processor: Any, request: Any) -> None:

@@ -23,12 +23,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, Completion, Engine, InFlight, Request, check_in_flight
-from router_replay.engines.embedded_cache import why_one_at_a_time
-from router_replay.engines.embedded_runner import Runner
-from router_replay.engines.embedded_samples import Flight
-from router_replay.engines.embedded_schedule import Barrier, Schedule
-from router_replay.engines.embedded_weights import Source, copy_in_place, refuse_folder, stage
+from router_replay.engines.base import Engine, check_in_flight
+from router_replay.engines.embedded.cache import why_one_at_a_time
+from router_replay.engines.embedded.runner import Runner
+from router_replay.engines.embedded.samples import Flight
+from router_replay.engines.embedded.schedule import Barrier, Schedule
+from router_replay.engines.embedded.weights import Source, copy_in_place, refuse_folder, stage
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
 from router_replay.replay.inner import inner_model
@@ -77,7 +78,7 @@ class EmbeddedEngine(Engine):
         self._model = model.eval()
         self._replayer = RouterReplay(model)
         self.spec = self._replayer.spec
-        self.capabilities = Capabilities(True, True, True, True, True, why_not=why)
+        self.capabilities = Capabilities(routes=True, forced_routes=True, start=True, versions=True, why_not=why)
         runner = Runner(model, self._replayer, one_at_a_time=bool(why))
         self._schedule = Schedule(runner, self.spec, version, 1 if why else max_batch, max_prefill_tokens)
         self._wake = threading.Condition()
@@ -103,13 +104,13 @@ class EmbeddedEngine(Engine):
             self._give_up([flight])
             raise
 
-    def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """All samples of all requests, in their order.
+    def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
+        """One list of samples per request.
 
         The requests join together, so which of them share a pass, and with it every bit of the result, depends on
-        them alone and not on the timing of threads. A bad one is refused before any joins.
+        them alone and not on the timing of threads.
         """
-        checked = [self._checked(request) for request in requests]
+        checked = self._checked_batch(requests)
         flights = [Flight(request, self._end_of_sequence, self._max_length) for request in checked]
         joined = self._post(lambda: self._schedule.join(*flights))
         try:
@@ -120,7 +121,7 @@ class EmbeddedEngine(Engine):
         except BaseException:
             self._give_up(flights)
             raise
-        return [completion for future in futures for completion in future.result()]
+        return [future.result() for future in futures]
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
         wanted = checks.request_ids(request_ids)

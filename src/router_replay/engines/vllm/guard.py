@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY = "ROUTER_REPLAY_API_KEY"
-MIDDLEWARE = "router_replay.engines.vllm_guard.Guard"  # as vLLM's --middleware takes it
+MIDDLEWARE = "router_replay.engines.vllm.guard.Guard"  # as vLLM's --middleware takes it
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

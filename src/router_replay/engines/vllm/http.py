@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,12 @@ import msgspec
 
 from router_replay import wire
 from router_replay.engines import checks
-from router_replay.engines.base import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
-from router_replay.engines.vllm_client import Transport, VllmClient
-from router_replay.engines.vllm_samples import (
-    Flight,
-    Sample,
-    end_of_sequence_ids,
-    refuse_version,
-    sampling_arguments,
-)
+from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
+from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
+from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -135,8 +132,7 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
         capabilities = Capabilities(
             routes=report.captures,
             forced_routes=report.forced_routes,
-            prompt_start=True,
-            logprobs=True,
+            start=True,
             versions=True,
             why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
         )
@@ -162,10 +158,10 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
             f"{reason}, and so it does not say what its model is: pass spec=RouterSpec.from_config(config), "
             "or start the server by router-replay serve"
         )
-    capabilities = Capabilities(True, False, True, True, False, reason)
+    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not=reason)
     bare = _OverHttp(http, spec, vocabulary, capabilities, "raw_logprobs", ())
     if not await bare.captures():
-        bare.capabilities = Capabilities(False, False, True, True, False, f"{_NO_CAPTURE}; {reason}")
+        bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not=f"{_NO_CAPTURE}; {reason}")
     return bare
 
 

@@ -24,9 +24,6 @@ import os
 
 ENVIRONMENT = "ROUTER_REPLAY_VLLM"
 REQUIRED, OBSERVE = "required", "observe"
-# The key of SamplingParams.extra_args under which the rows of a request travel: wire.encode's bytes, or base64 of them.
-EXTRA_ARGUMENT = "router_replay"
-TESTED = "0.26 to 0.30"
 # Of --weight-transfer-config.
 BACKEND = "router_replay"
 
@@ -40,7 +37,9 @@ def register() -> None:
     if not asked_for():
         return
     # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
-    from router_replay.engines.vllm_plugin import delivery, frontend, signals, worker
+    from router_replay.engines.vllm.plugin import worker
+    from router_replay.engines.vllm.plugin.repairs import signals
+    from router_replay.engines.vllm.plugin.routes import delivery, frontend
 
     frontend.install()
     worker.install()

@@ -8,7 +8,6 @@ Shapes: T tokens of a step, L routed layers, K top-k, E experts.
 
 from __future__ import annotations
 
-import base64
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from router_replay import wire
-from router_replay.engines.vllm_plugin import EXTRA_ARGUMENT
-from router_replay.engines.vllm_plugin.rules import Rule, find_rule, force
+from router_replay.engines.vllm.plugin.routes.rules import Rule, find_rule, force
+from router_replay.engines.vllm.requests import routes_of, rows_given
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -122,17 +120,6 @@ class ForcedRouting:
             return substitute(rule, weights_TK, ids_TK, router_logits, buffer_TLK[: len(ids_TK), column])
 
         return compute_routing
-
-
-def rows_given(sampling_params: Any) -> Any:
-    """What came with a request, as text or as bytes; None where nothing did."""
-    return ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
-
-
-def routes_of(given: str | bytes, spec: RouterSpec, check_rows: bool = True) -> Routes:
-    """The rows of that, checked against the model."""
-    blob = base64.b64decode(given, validate=True) if isinstance(given, str) else given
-    return wire.decode(blob, spec=spec, check_rows=check_rows)
 
 
 def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:

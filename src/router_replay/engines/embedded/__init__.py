@@ -1,0 +1,3 @@
+"""The embedded engine: a transformers model in this process."""
+
+from router_replay.engines.embedded.engine import EmbeddedEngine as EmbeddedEngine

@@ -1,0 +1,3 @@
+"""SGLang: a server by its URL."""
+
+from router_replay.engines.sglang.engine import SglangEngine as SglangEngine

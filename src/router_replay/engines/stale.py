@@ -1,0 +1,81 @@
+"""Server settings that make an engine return rows which do not belong to their tokens.
+
+An engine keeps the row of a token beside the token's KV slot. KV that was not computed in that slot by that worker
+(loaded back from host memory or a disk, sent by another server, split over ranks) has somebody else's row there:
+valid experts, wrong token, no error. `check_server` refuses such servers when connecting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from router_replay.errors import EngineError
+
+Role = Literal["whole", "prefill", "decode"]
+
+_OFFLOAD = "KV that is offloaded and loaded back lies in another slot, with that slot's old rows"
+_EXTERNAL = "KV that comes from outside was never routed by this server, and its rows are whatever the slot held"
+_CONTEXT = "each rank holds the rows of its own part of the sequence only"
+_PIPELINE = "each stage captures its own layers only, the others stay zero or old"
+
+# Settings of SGLang (`/server_info`) and vLLM (engine arguments, config), by the name that their servers report.
+_SWITCHES: dict[str, str] = {
+    "enable_hierarchical_cache": _OFFLOAD,
+    "hicache_storage_backend": _EXTERNAL,
+    "enable_lmcache": _EXTERNAL,
+    "enable_flexkv": _EXTERNAL,
+    "enable_unified_cache_external_linker": _EXTERNAL,
+    "enable_prefill_cp": _CONTEXT,
+    "disaggregation_decode_enable_offload_kvcache": _OFFLOAD,
+    "kv_offloading_size": _OFFLOAD,
+    "kv_offloading_backend": _OFFLOAD,
+    "kv_transfer_config": _EXTERNAL,
+    "kv_connector": _EXTERNAL,
+}
+_SIZES: dict[str, str] = {
+    "dcp_size": _CONTEXT,
+    "attn_cp_size": _CONTEXT,
+    "decode_context_parallel_size": _CONTEXT,
+    "prefill_context_parallel_size": _CONTEXT,
+    "pp_size": _PIPELINE,
+    "pipeline_parallel_size": _PIPELINE,
+}
+# vLLM names an offloading backend even where its size, which switches it on, is unset.
+_ONLY_WITH = {"kv_offloading_backend": "kv_offloading_size"}
+
+
+def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
+    """Why this server's rows would be wrong, one line each; empty where they are right."""
+    settings = {key.replace("-", "_").lstrip("_"): value for key, value in info.items()}
+    reasons = []
+    for name, why in _SWITCHES.items():
+        value = settings.get(name)
+        if _is_on(value) and (name not in _ONLY_WITH or _is_on(settings.get(_ONLY_WITH[name]))):
+            reasons.append(f"{name}={value!r}: {why}")
+    for name, why in _SIZES.items():
+        value = settings.get(name)
+        if isinstance(value, int) and value > 1:
+            reasons.append(f"{name}={value}: {why}")
+    mode = settings.get("disaggregation_mode")
+    if mode in ("prefill", "decode") and mode != role:
+        reasons.append(
+            f"disaggregation_mode={mode!r}: {_EXTERNAL}. Ask the prefill and the decode server by their own URLs "
+            "and join the two by engines.prefill_decode.join_prefill_decode"
+        )
+    return reasons
+
+
+def check_server(info: Mapping[str, Any], role: Role = "whole", server: str = "this server") -> None:
+    """Refuse a server whose settings make it return stale rows. `info` is what it says about itself."""
+    reasons = stale_reasons(info, role)
+    if reasons:
+        raise EngineError(
+            f"{server} would return rows that do not belong to their tokens; start it without: " + "; ".join(reasons)
+        )
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, Mapping):  # vLLM's kv_transfer_config, which may be there and name no connector
+        return value.get("kv_connector") is not None if "kv_connector" in value else bool(value)
+    return value not in (None, False, 0, "", "null", "none", "None")

@@ -1,0 +1,308 @@
+"""What goes into an engine and what comes out: Sampling, Request, Completion, Capabilities.
+
+Row i of `completion.routes` belongs to position `completion.start + i` of prompt + completion. The last sampled token
+was never forwarded and has no row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from router_replay import kernel
+from router_replay.engines import checks
+from router_replay.errors import EngineError
+from router_replay.routes import Routes, row_count
+from router_replay.spec import RouterSpec
+
+FinishReason = Literal["stop", "length", "abort"]
+InFlight = Literal["abort", "keep", "wait"]
+MOST_SAMPLES = 1 << 14  # of one request; vLLM's own limit
+# A sampled token has a probability of at most 1. Log-softmax rounds by 1e-6 in float32 and by less than this in shorter
+# types, so a value in between is kept as it came.
+HIGHEST_LOGPROB = 1e-3
+LOWEST_LOGPROB = -9999.0  # what vLLM's server writes for minus infinity: nobody samples a token of probability 0
+_numbers = itertools.count()
+_NEW_ID = "".join(["new ", "id"])  # compared by identity: nobody else has this object
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    The log-probs that come back are of the distribution at `temperature`. With `top_p` below 1, SGLang and the
+    embedded engine give them before the cut, vLLM after it.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    def check(self, place: str, vocabulary: int | None = None) -> Sampling:
+        """The same in plain Python numbers, or EngineError that names the field."""
+        n = checks.integer(self.n, f"{place}: n", 1, MOST_SAMPLES + 1)
+        temperature = checks.number(self.temperature, f"{place}: temperature")
+        top_p = checks.number(self.top_p, f"{place}: top_p")
+        if temperature < 0 or not 0 < top_p <= 1:
+            raise EngineError(
+                f"{place}: temperature must be at least 0 and top_p must lie in (0, 1], got {temperature} and {top_p}"
+            )
+        seed = self.seed
+        if seed is not None:  # sample i of a request gets seed + i, and engines keep seeds in int64
+            seed = checks.integer(seed, f"{place}: seed", 0, (1 << 63) - n)
+        return Sampling(
+            max_tokens=checks.integer(self.max_tokens, f"{place}: max_tokens", 1, checks.TOKEN_LIMIT),
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=checks.tokens(self.stop_token_ids, f"{place}: stop_token_ids", vocabulary),
+            ignore_eos=checks.flag(self.ignore_eos, f"{place}: ignore_eos"),
+            n=n,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class Request:
+    """One prompt. `start` leaves the rows before that position out of the answer: the caller knows them.
+
+    `forced_routes` are rows [0, len) of the prompt that the engine must use instead of its own choice
+    (an aborted rollout that goes on); positions beyond them, and uncaptured rows, are routed live.
+    """
+
+    token_ids: Sequence[int]
+    sampling: Sampling
+    start: int
+    forced_routes: Routes | None
+    id: str
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        start: int = 0,
+        forced_routes: Routes | None = None,
+        id: str = _NEW_ID,
+        *,
+        routes_start: int | None = None,
+    ) -> None:
+        """`routes_start` is the old name of `start`."""
+        if routes_start is not None:
+            warnings.warn("Request(routes_start=) is now called start", DeprecationWarning, stacklevel=2)
+            start = routes_start
+        given = f"request-{next(_numbers)}" if id is _NEW_ID else id
+        fields = {"token_ids": token_ids, "sampling": sampling, "start": start, "forced_routes": forced_routes}
+        for name, value in (*fields.items(), ("id", given)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def routes_start(self) -> int:
+        """The old name of `start`."""
+        warnings.warn("Request.routes_start is now called start", DeprecationWarning, stacklevel=2)
+        return self.start
+
+    def check(self, spec: RouterSpec, capabilities: Capabilities, vocabulary: int | None = None) -> Request:
+        """The same request in plain Python values, or EngineError with the reason, before anything is sent."""
+        if not isinstance(self.id, str) or not self.id:
+            raise EngineError(f"a request id is text that is not empty, got {checks.shown(self.id)}")
+        if not isinstance(self.sampling, Sampling):
+            raise EngineError(f"{self.id}: sampling must be a Sampling, got {checks.shown(self.sampling)}")
+        token_ids = checks.tokens(self.token_ids, f"{self.id}: the prompt", vocabulary)
+        tokens = len(token_ids)
+        if not tokens:
+            raise EngineError(f"{self.id}: the prompt is empty")
+        start = checks.integer(self.start, f"{self.id}: start", -checks.TOKEN_LIMIT, checks.TOKEN_LIMIT)
+        if not 0 <= start <= tokens - 1:
+            raise EngineError(
+                f"{self.id}: start must lie in [0, {tokens - 1}] for a prompt of {tokens} tokens "
+                f"(the last prompt row is always returned), got {start}"
+            )
+        sampling = self.sampling.check(self.id, vocabulary)
+        self._check_forced(spec, capabilities, tokens)
+        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
+
+    def _check_forced(self, spec: RouterSpec, capabilities: Capabilities, tokens: int) -> None:
+        forced = self.forced_routes
+        if forced is None:
+            return
+        if not isinstance(forced, Routes):
+            raise EngineError(f"{self.id}: forced_routes must be Routes, got {checks.shown(forced)}")
+        if not capabilities.forced_routes:
+            raise EngineError(f"{self.id}: this engine cannot be told which experts to use: {capabilities.why_not}")
+        if forced.spec != spec:
+            raise EngineError(f"{self.id}: forced routes of another model: {forced.spec}, expected {spec}")
+        if len(forced) > tokens:
+            raise EngineError(f"{self.id}: {len(forced)} forced rows for a prompt of {tokens} tokens")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completion:
+    """What came back for one sample of one request, whole or up to an abort.
+
+    `versions[i]` is the policy version that sampled token i; a weight swap in flight gives more than one.
+    """
+
+    request_id: str
+    index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    routes: Routes
+    start: int
+    finish_reason: FinishReason
+    versions: np.ndarray
+
+    @classmethod
+    def assemble(
+        cls,
+        request: Request,
+        index: int,
+        *,
+        spec: RouterSpec,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | np.ndarray,
+        routes: Routes | None,
+        versions: ArrayLike,
+        finish_reason: str | None,
+        start: int | None = None,
+        vocabulary: int | None = None,
+    ) -> Completion:
+        """A checked Completion from the parts of an answer, or EngineError where they do not fit. All engines use it.
+
+        `routes` are the rows from `start` on (the request's by default); None says that none were captured.
+        `versions` are those of the last rows, as many as are given; the rows before have the first one's. The token
+        at position p was sampled by the pass that computed row p - 1, so versions of tokens and versions of rows end
+        alike, and one number per token is enough. Forced rows keep the version that routed them first; that they came
+        back is checked.
+        """
+        if finish_reason not in get_args(FinishReason):
+            raise EngineError(
+                f"{request.id}: the engine ended it with finish_reason {checks.shown(finish_reason)}, not one of "
+                f"{list(get_args(FinishReason))}"
+            )
+        prompt, tokens = len(request.token_ids), len(token_ids)
+        start = request.start if start is None else start
+        row_versions = np.zeros(0, np.int64)
+        if not tokens:  # nothing was forwarded that a caller could use
+            routes = Routes.missing(0, spec)
+        else:
+            row_versions = _row_versions(versions, row_count(prompt, tokens), request.id)
+            expected = row_count(prompt, tokens, start)
+            routes = Routes.missing(expected, spec) if routes is None else routes
+            if len(routes) == expected:  # any other number is refused by `check`
+                routes = _with_versions(routes, request, row_versions, start)
+        return cls(
+            request_id=request.id,
+            index=index,
+            token_ids=np.asarray(token_ids, np.int64),
+            logprobs=np.asarray(logprobs, np.float32),
+            routes=routes,
+            start=start,
+            finish_reason=cast(FinishReason, finish_reason),
+            versions=row_versions[prompt - 1 :] if tokens else row_versions,
+        ).check(prompt, vocabulary, request.sampling.max_tokens)
+
+    @classmethod
+    def nothing(cls, request: Request, spec: RouterSpec) -> list[Completion]:
+        """What an abort leaves of a request that never started: n empty samples."""
+        return [
+            cls.assemble(
+                request, index, spec=spec, token_ids=(), logprobs=(), routes=None, versions=(), finish_reason="abort"
+            )
+            for index in range(request.sampling.n)
+        ]
+
+    def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
+        """Nothing half-received or made up becomes a sample.
+
+        Tokens, log-probs, versions and rows must fit each other; tokens must be of the vocabulary, where it is known,
+        and log-probs must be those of tokens that can be sampled.
+        """
+        tokens = len(self.token_ids)
+        rows = row_count(prompt_tokens, tokens, self.start)
+        if len(self.logprobs) != tokens or len(self.versions) != tokens:
+            raise EngineError(
+                f"{self.request_id}: {tokens} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
+            )
+        if max_tokens is not None and tokens > max_tokens:
+            raise EngineError(f"{self.request_id}: {tokens} tokens came, at most {max_tokens} were asked for")
+        if tokens and len(self.routes) != rows:
+            raise EngineError(
+                f"{self.request_id}: expected {rows} rows (prompt {prompt_tokens} + completion {tokens} - 1 - start "
+                f"{self.start}), got {len(self.routes)}"
+            )
+        self._check_values(checks.TOKEN_LIMIT if vocabulary is None else vocabulary)
+        return self
+
+    def _check_values(self, vocabulary: int) -> None:
+        bad = np.flatnonzero((self.token_ids < 0) | (self.token_ids >= vocabulary))
+        if len(bad):
+            raise EngineError(
+                f"{self.request_id}: sampled token {bad[0]} is {self.token_ids[bad[0]]}, the vocabulary is "
+                f"[0, {vocabulary}): nothing of this answer was used"
+            )
+        good = (self.logprobs > LOWEST_LOGPROB) & (self.logprobs <= HIGHEST_LOGPROB)  # false for NaN too
+        if not good.all():
+            place = int(np.flatnonzero(~good)[0])
+            raise EngineError(
+                f"{self.request_id}: the log-prob of sampled token {place} is {self.logprobs[place]}, expected a "
+                f"finite number of at most 0: nothing of this answer was used"
+            )
+
+
+def _row_versions(versions: ArrayLike, rows: int, place: str) -> np.ndarray:
+    given = np.atleast_1d(np.asarray(versions, np.int64))
+    if not 0 < len(given) <= rows:
+        raise EngineError(f"{place}: {len(given)} versions for {rows} rows")
+    return np.concatenate([np.full(rows - len(given), given[0]), given])
+
+
+def _with_versions(routes: Routes, request: Request, versions: np.ndarray, start: int) -> Routes:
+    """The rows from `start` on with the versions of all rows, forced ones with their own."""
+    forced = request.forced_routes
+    if forced is not None and len(forced) > start:
+        given = forced[start:]
+        captured = given.captured
+        returned = routes[: len(given)]
+        # Where the engine chose the same set by itself, it keeps its own slot order.
+        same = kernel.sort_sets(returned.ids[captured]) == kernel.sort_sets(given.ids[captured])
+        if not same.all() or not returned.captured[captured].all():
+            unused = ~same.all(axis=(1, 2)) | ~returned.captured[captured]
+            row = start + int(np.flatnonzero(captured)[unused][0])
+            raise EngineError(
+                f"{request.id}: the engine did not use the forced experts of row {row}. With vLLM, engine.report() "
+                "says whether its plugin is active"
+            )
+        if given.version_runs is not None:
+            versions = versions.copy()
+            versions[start : len(forced)][captured] = given.versions[captured]
+    return routes.with_versions(versions[start:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do; `why_not` says why a thing that users expect is missing.
+
+    `routes`: rows come back. `forced_routes`: it can be told which experts to use. `start`: rows can be left out of an
+    answer. `versions`: weights can be loaded, and each token says which version sampled it.
+    """
+
+    routes: bool
+    forced_routes: bool
+    start: bool
+    versions: bool
+    why_not: str = ""
+
+    @property
+    def prompt_start(self) -> bool:
+        """The old name of `start`."""
+        warnings.warn("Capabilities.prompt_start is now called start", DeprecationWarning, stacklevel=2)
+        return self.start

@@ -1,0 +1,1 @@
+"""vLLM: in this process, or a server by its URL."""

@@ -1,0 +1,1 @@
+"""Repairs of faults in vLLM itself."""

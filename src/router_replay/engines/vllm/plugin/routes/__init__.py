@@ -1,0 +1,1 @@
+"""The rows of requests inside vLLM: forced, checked, and delivered."""

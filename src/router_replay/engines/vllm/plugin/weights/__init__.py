@@ -1,0 +1,1 @@
+"""New weights inside a vLLM worker."""

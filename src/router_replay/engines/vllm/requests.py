@@ -1,0 +1,71 @@
+"""A request in vLLM's words. The client writes it and the plugin reads it; neither needs torch for that."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router_replay import wire
+from router_replay.engines import checks
+from router_replay.engines.types import Request
+from router_replay.routes import Routes
+from router_replay.spec import RouterSpec
+
+# The key of SamplingParams.extra_args under which the rows of a request travel: wire.encode's bytes, or base64 of them.
+EXTRA_ARGUMENT = "router_replay"
+
+
+def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text: bool) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams, as keyword arguments or as text for JSON."""
+    sampling = request.sampling
+    stops = list(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        # Without a tokenizer vLLM does not know the end of a sequence.
+        stops += [token for token in end_of_sequence if token not in stops]
+    arguments: dict[str, Any] = {
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop_token_ids": stops,
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,
+        "detokenize": False,
+        # Some versions end the engine where this reaches the prompt's length; Request.check keeps it below.
+        "routed_experts_prompt_start": request.start,
+    }
+    if request.forced_routes is not None:
+        arguments["extra_args"] = extra_arguments(request.forced_routes, as_text)
+    return arguments
+
+
+def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The `eos_token_id` of a config or generation config: a number, a list, or nothing."""
+    found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return checks.tokens(found if isinstance(found, list | tuple) else [found], "eos_token_id of the model's config")
+
+
+def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | bytes]:
+    """What goes into SamplingParams.extra_args: text for JSON, bytes for an engine in this process.
+
+    As text, sets are half of what there is to send; where slot order has a meaning, it stays.
+    """
+    if not as_text:
+        return {EXTRA_ARGUMENT: wire.encode(routes, codec="dense")}
+    blob = wire.encode(routes, codec="dense" if routes.spec.ordered else "sets")
+    return {EXTRA_ARGUMENT: base64.b64encode(blob).decode("ascii")}
+
+
+def rows_given(sampling_params: Any) -> Any:
+    """What came with a request, as text or as bytes; None where nothing did."""
+    return ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
+
+
+def routes_of(given: str | bytes, spec: RouterSpec, check_rows: bool = True) -> Routes:
+    """The rows of that, checked against the model."""
+    blob = base64.b64decode(given, validate=True) if isinstance(given, str) else given
+    return wire.decode(blob, spec=spec, check_rows=check_rows)
