@@ -10,8 +10,10 @@ in its path below that stack, so that dense layers, pipeline stages and wrappers
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -90,6 +92,12 @@ def find_routers(model: nn.Module) -> Found:
         raise ReplayError(f"{type(model).__name__} has no router in its text decoder; left alone: {left_live}")
     depth = _depth(routers, modules, stack_name)
     return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's parameters; None where they are not there now (a flat parameter above, offloading)."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
 
 
 def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, Where]:

@@ -15,8 +15,8 @@ import pathlib
 import re
 
 from router_replay.errors import ReplayError
+from router_replay.forward.packing import NOT_PACKED, PARTLY_PACKED
 from router_replay.replay.families import CHOICES, WHERE, Choice
-from router_replay.replay.packing import NOT_PACKED, PARTLY_PACKED
 
 NO_ROUTER = {
     "vitpose_backbone": "chooses its expert by the dataset index that the caller passes: there is nothing to replay",

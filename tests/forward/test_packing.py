@@ -8,7 +8,7 @@ import torch
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.replay.packing import NOT_PACKED, packed_arguments
+from router_replay.forward.packing import NOT_PACKED, packed_arguments
 from router_replay.replay.replayer import RouterReplay
 from tests.makers import random_routes
 from tests.replay import tiny

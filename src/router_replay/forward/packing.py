@@ -2,7 +2,7 @@
 
 Most of transformers reads the borders off position ids that start anew. Some families build their masks
 without them, which mixes sequences in silence; some carry state along the sequence by other means than
-attention. tests/replay/test_packing.py holds every family against one sequence at a time.
+attention. tests/forward/test_packing.py holds every family against one sequence at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from router_replay.errors import ReplayError
-from router_replay.replay.inner import decoder_of, inner_model
+from router_replay.forward.inner import decoder_of, inner_model
 
 _STATE = "carries state along the sequence by recurrence or convolution"
 _INDEX = "its attention picks keys by an index over the whole row"
