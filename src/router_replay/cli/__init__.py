@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _families(_: argparse.Namespace) -> int:
-    from router_replay.replay.table import families_table
+    from router_replay.families.table import families_table
 
     print(families_table())
     return 0

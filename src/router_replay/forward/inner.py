@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from router_replay.errors import ReplayError
-from router_replay.replay.discover import not_decoder
+from router_replay.families.from_modules import not_decoder
 
 
 def inner_model(model: Any) -> Any:
