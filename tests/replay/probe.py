@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from router_replay.replay.discover import FoundRouter, find_routers
+from router_replay.families.from_modules import FoundRouter, find_routers
 
 # family -> how the trace is turned into sets of experts. Others: "indices".
 TRACES = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from router_replay.replay.discover import FoundRouter
+from router_replay.families.from_modules import FoundRouter
 
 
 @dataclasses.dataclass(frozen=True)

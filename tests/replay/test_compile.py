@@ -10,13 +10,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from router_replay import Routes
+from router_replay.families import FAMILIES
 from router_replay.replay.replayer import RouterReplay
-from router_replay.replay.table import DOES_NOT_COMPILE
 from tests.makers import random_ids, random_routes
 from tests.replay import tiny
 
 FORWARD_ONLY = ("doge", "qwen3_5_moe", "qwen3_next")  # the plain model's backward does not compile, its forward does
-COMPILES = sorted((set(tiny.FAMILIES) - set(DOES_NOT_COMPILE)) | set(FORWARD_ONLY))
+COMPILES = sorted({*(family.name for family in FAMILIES if family.compiles == "yes"), *FORWARD_ONLY})
 
 
 @pytest.fixture(autouse=True)

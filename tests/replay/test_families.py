@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from router_replay import RouterSpec, Routes
-from router_replay.replay import table
-from router_replay.replay.discover import find_routers
+from router_replay.families import FAMILIES as RECORDS
+from router_replay.families import table
+from router_replay.families.from_modules import find_routers
 from router_replay.replay.replayer import RouterReplay
 from tests.replay import rules, tiny
 from tests.replay.probe import Probe
@@ -106,7 +107,7 @@ def test_no_moe_family_of_transformers_is_forgotten() -> None:
         source = file.read_text(encoding="utf-8")
         if '"router_logits":' in source or parts.search(source):
             there.add(file.parent.name)
-    assert there - set(tiny.FAMILIES) == set(table.NO_ROUTER)
+    assert there - set(tiny.FAMILIES) == {family.name for family in RECORDS if family.no_router}
     assert not set(tiny.FAMILIES) - there
     assert {row.family for row in table.rows()} == there
 

@@ -70,7 +70,7 @@ def _status(chosen: argparse.Namespace) -> int:
 
 
 def _families(_: argparse.Namespace) -> int:
-    from router_replay.replay.table import families_table
+    from router_replay.families.table import families_table
 
     print(families_table())
     return 0

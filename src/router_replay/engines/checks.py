@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from router_replay.config import TEXT_FIELDS
 from router_replay.errors import EngineError
+from router_replay.families.from_config import TEXT_FIELDS
 
 TOKEN_LIMIT = 1 << 31  # no vocabulary is larger; engines keep token ids in int32 or int64
 VERSION_LIMIT = 1 << 63  # versions are stored as int64

@@ -1,7 +1,18 @@
-"""Routes into the routers of a transformers model, and log-probs out of it."""
+"""Routes into the routers of a transformers model, and out of them."""
 
-from router_replay.replay.logprobs import logprobs as logprobs
+import importlib
+import warnings
+from typing import Any
+
 from router_replay.replay.replayer import RouterReplay as RouterReplay
-from router_replay.replay.ulysses import Ulysses as Ulysses
 
-__all__ = ["RouterReplay", "Ulysses", "logprobs"]
+__all__ = ["RouterReplay"]
+
+_MOVED = ("Ulysses", "logprobs")  # to router_replay.forward; the old place works until the next release
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} has moved: from router_replay.forward import {name}", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module("router_replay.forward"), name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from router_replay.errors import ReplayError
-from router_replay.replay import families
+from router_replay.families import by_class
 from router_replay.replay.site import Site
 from router_replay.replay.state import Plan, Recording, State
 from router_replay.replay.wrapper import Wrapper
@@ -29,8 +29,7 @@ class Watch(Wrapper):
         super().__init__(name, stack)
         self.state = state
         self.sites = sites
-        names = {cls.__name__ for cls in type(stack).__mro__}
-        self.cache_of_the_encoder = not names.isdisjoint(families.CACHE_OF_THE_ENCODER)
+        self.cache_of_the_encoder = by_class(type(stack)).cache_of_the_encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state

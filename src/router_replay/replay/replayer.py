@@ -21,9 +21,8 @@ from torch import nn
 
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
+from router_replay.families.from_modules import device_of, find_routers
 from router_replay.replay import checkpoint
-from router_replay.replay.discover import find_routers
-from router_replay.replay.inner import device_of
 from router_replay.replay.passes import Watch
 from router_replay.replay.site import Site
 from router_replay.replay.state import Plan, Recording, State

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from router_replay.errors import ReplayError
-from router_replay.replay.discover import FoundRouter
-from router_replay.replay.families import Choice
+from router_replay.families import Choice
+from router_replay.families.from_modules import FoundRouter
 
 TOP_K = (torch.topk, Tensor.topk)
 ARGMAX = (torch.argmax, Tensor.argmax)

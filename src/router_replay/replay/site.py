@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from router_replay.errors import ReplayError
-from router_replay.replay.discover import FoundRouter
-from router_replay.replay.families import Choice
+from router_replay.families import Choice
+from router_replay.families.from_modules import FoundRouter
 from router_replay.replay.selection import Selection
 from router_replay.replay.special import ALL_SELECTIONS
 from router_replay.replay.state import Plan, State

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from router_replay.replay.discover import FoundRouter
-from router_replay.replay.families import Choice
+from router_replay.families import Choice
+from router_replay.families.from_modules import FoundRouter
 from router_replay.replay.selection import MAX, SELECTIONS, TOP_K, Selection
 
 

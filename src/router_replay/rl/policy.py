@@ -22,9 +22,10 @@ import torch.distributed as dist
 from router_replay.batch import NO_LABEL, Batch
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import TrainError
+from router_replay.forward import Ulysses, logprobs
+from router_replay.forward.packing import why_not_packed
 from router_replay.measure import route_agreement
-from router_replay.replay import RouterReplay, Ulysses, logprobs
-from router_replay.replay.packing import why_not_packed
+from router_replay.replay import RouterReplay
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.delivery import MicroBatch, MiniBatch
 from router_replay.rl.losses import LossSums, Slots, Totals, policy_loss

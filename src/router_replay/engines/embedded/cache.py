@@ -19,13 +19,13 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-MIXES_TOKENS = {"doge": "its router mixes the tokens of a batch"}
+from router_replay.families.records import MIXES_TOKENS, by_model_type
 
 
 def why_one_at_a_time(config: Any) -> str:
     """Why sequences of this model cannot share a cache; empty where they can."""
-    if config.model_type in MIXES_TOKENS:
-        return MIXES_TOKENS[config.model_type]
+    if by_model_type(config.model_type).mixes_tokens:
+        return MIXES_TOKENS
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None)
     if "chunked_attention" in (types or ()) or (types is None and getattr(text, "attention_chunk_size", None)):

@@ -31,8 +31,8 @@ from router_replay.engines.embedded.schedule import Barrier, Schedule
 from router_replay.engines.embedded.weights import Source, copy_in_place, refuse_folder, stage
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
+from router_replay.forward.inner import inner_model
 from router_replay.replay import RouterReplay
-from router_replay.replay.inner import inner_model
 
 Future = concurrent.futures.Future
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from router_replay.engines.embedded.cache import RaggedCache
 from router_replay.engines.embedded.samples import Flight, Sample
 from router_replay.engines.embedded.sampling import draw
 from router_replay.errors import EngineError
+from router_replay.forward.inner import inner_model
 from router_replay.replay import RouterReplay
-from router_replay.replay.inner import inner_model
 from router_replay.routes import Routes
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from router_replay.errors import EngineError
-from router_replay.replay.inner import inner_model
+from router_replay.forward.inner import inner_model
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a checker may not see
 SHOWN = 5

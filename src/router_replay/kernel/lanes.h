@@ -1,4 +1,4 @@
-/* Blocks of 64 sets as lanes, their sorting, and the choice of vector instructions. See _kernel.c. */
+/* Blocks of 64 sets as lanes, their sorting, and the choice of vector instructions. See _compiled.c. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

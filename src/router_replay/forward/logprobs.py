@@ -16,10 +16,11 @@ import torch
 from router_replay.batch import NO_LABEL, Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
-from router_replay.replay.inner import device_of, inner_model
-from router_replay.replay.output_head import PROBES, Task, head_gives_logprobs
-from router_replay.replay.packing import packed_arguments, reaching_the_decoder
-from router_replay.replay.vocabulary import LogitRule
+from router_replay.families.from_modules import device_of
+from router_replay.forward.inner import inner_model
+from router_replay.forward.output_head import PROBES, Task, head_gives_logprobs
+from router_replay.forward.packing import packed_arguments, reaching_the_decoder
+from router_replay.forward.vocabulary import LogitRule
 
 
 def logprobs(

@@ -1,4 +1,4 @@
-/* Sets to ranks and back, by tables of binomial coefficients. See _kernel.c. */
+/* Sets to ranks and back, by tables of binomial coefficients. See _compiled.c. */
 
 /* ---- tables ------------------------------------------------------------------------------- */
 

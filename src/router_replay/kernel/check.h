@@ -1,4 +1,4 @@
-/* Is every set k distinct ids below E? Alone, and in one pass with the checksum of a blob. See _kernel.c. */
+/* Is every set k distinct ids below E? Alone, and in one pass with the checksum of a blob. See _compiled.c. */
 
 #define GROUPS 16    /* vectors between two tests */
 #define AHEAD 4096   /* bytes asked for in advance: the loops are faster than the memory */

@@ -5,7 +5,7 @@
  *     C(c[0], 1) + C(c[1], 2) + ... + C(c[k-1], k)          (combinatorial number system)
  *
  * which lies in [0, C(E, k)) and takes `width` bits. docs/wire_format.md is the normative text;
- * _kernel_numpy.py does the same work without a compiler and gives the same bytes.
+ * in_numpy.py does the same work without a compiler and gives the same bytes.
  *
  * All loops run over blocks of 64 sets laid out as lanes: lanes[i][s] is slot i of set s. The inner
  * loop is always over s, without branches, so the compiler turns it into vector code. A block of 64
@@ -21,9 +21,9 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "_kernel_lanes.h"
-#include "_kernel_check.h"
-#include "_kernel_ranks.h"
+#include "lanes.h"
+#include "check.h"
+#include "ranks.h"
 
 static void free_capsule(PyObject *capsule) { free_plan(PyCapsule_GetPointer(capsule, "plan")); }
 
@@ -141,9 +141,9 @@ static PyMethodDef methods[] = {
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "router_replay._kernel", NULL, 0, methods, slots, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "router_replay.kernel._compiled", NULL, 0, methods, slots, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernel(void)
+PyMODINIT_FUNC PyInit__compiled(void)
 {
     simd = best_simd();
     return PyModuleDef_Init(&module);

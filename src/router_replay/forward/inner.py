@@ -6,16 +6,14 @@ is what is called, so that its own hooks run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from router_replay.errors import ReplayError
-from router_replay.replay.discover import not_decoder
+from router_replay.families.from_modules import not_decoder
 
 
 def inner_model(model: Any) -> Any:
@@ -44,12 +42,6 @@ def decoder_of(model: Any) -> PreTrainedModel | None:
     models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
     holders = [module for module in models if any(part is embedding for part in module.modules())]
     return holders[-1] if holders else None  # modules() gives the outer ones first
-
-
-def device_of(model: nn.Module) -> torch.device | None:
-    """The device of the model's parameters; None where they are not there now (a flat parameter above, offloading)."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
 
 
 def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

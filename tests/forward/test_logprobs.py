@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.replay.vocabulary import LogitRule, TokenLogprobs
+from router_replay.forward.vocabulary import LogitRule, TokenLogprobs
 
 COMMON = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,16 +6,17 @@
 
 Neither torch nor transformers is imported. Three questions are asked of a config: how many experts,
 how many of them per token, in which layers. Each has a short list of field names that the families
-share; `FAMILIES` holds what a model type does otherwise, or leaves unsaid.
+share; the `config` of a family's record holds what a model type does otherwise, or leaves unsaid.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from router_replay.errors import SpecError
+from router_replay.families.records import by_model_type
+from router_replay.families.types import ConfigRules
 from router_replay.spec import RouterSpec
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -35,65 +36,12 @@ TEXT_FIELDS = ("text_config", "thinker_config", "llm_config", "language_config")
 ROUTED_KINDS = ("sparse", "moe")  # "dense" has no router, "hash_moe" (deepseek_v4) chooses by token id
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What a model type does that its config fields do not say."""
-
-    dense_first: int = 0  # leading dense layers where the config is silent
-    depth: str | None = None  # the field that counts DECODER layers, where the usual one counts another stack
-    top_k: int | None = None  # fixed by the architecture
-    extra_experts: str | None = None  # a field that counts more classes the router chooses from
-    skip_classes: int = 0  # classes beyond the experts that the router can choose
-    routers_per_layer: int = 1
-    ordered: bool = False  # the order of the slots has a meaning
-    switch: str | None = None  # a boolean field without which the model is dense
-    sparse_offset: int = 0  # decoder_sparse_step: layer i is routed where (i + 1 - offset) % step == 0
-    nested: str | None = None  # the sub-config that holds the router's numbers
-
-
-ONE_DENSE, THREE_DENSE, ALL_ROUTED = Family(dense_first=1), Family(dense_first=3), Family()
-
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
-        (
-            *("afmoe", "axk1", "axk2", "ernie4_5_moe", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
-            *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "hy_v3", "hy_v4"),
-            *("kimi_linear", "laguna", "mimo_v2_flash"),
-        ),
-        ONE_DENSE,
-    ),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "step3p5"), THREE_DENSE),
-    **dict.fromkeys(
-        (
-            *("aria_text", "cohere2_moe", "deepseek_ocr2_text", "deepseek_v2", "diffusion_gemma_text", "dots1"),
-            *("flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-            *("hunyuan_v1_moe", "inkling_text", "llama4_text", "mellum", "minimax", "minimax_m2"),
-            *("minimax_m3_vl_text", "mistral4", "mixtral", "olmoe", "openai_privacy_filter", "qwen2_moe"),
-            *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_omni_moe_talker_text"),
-            *("qwen3_vl_moe_text", "qwen4_exp_text", "solar_open"),
-        ),
-        ALL_ROUTED,
-    ),
-    "dbrx": Family(nested="ffn_config"),
-    "deepseek_v4": THREE_DENSE,  # its three leading layers hash the token id
-    "doge": Family(switch="is_moe"),
-    "gemma4_text": Family(switch="enable_moe_block"),
-    "jetmoe": Family(routers_per_layer=2),
-    "lfm2_moe": Family(dense_first=2),
-    "longcat_flash": Family(extra_experts="zero_expert_num"),
-    "nllb-moe": Family(depth="decoder_layers", top_k=2, ordered=True),
-    "phimoe": Family(ordered=True),
-    "switch_transformers": Family(depth="num_decoder_layers", top_k=1, sparse_offset=2),
-    "zaya": Family(skip_classes=1),
-}
-
-
 def spec_from_config(config: Any) -> RouterSpec:
     """The RouterSpec that a transformers config describes."""
     fields = _decoder_fields(_as_mapping(config))
     model_type = fields.get("model_type") or None
-    family = FAMILIES.get(model_type or "")
-    rules = family or ALL_ROUTED
+    family = by_model_type(model_type)
+    rules = family.config or ConfigRules()
     if rules.nested:
         fields = {**fields, **_as_mapping(fields.get(rules.nested) or {}), "model_type": model_type}
     if rules.switch and not fields.get(rules.switch):
@@ -104,15 +52,15 @@ def spec_from_config(config: Any) -> RouterSpec:
     num_layers = _depth(fields, rules)
     num_experts = _number(fields, EXPERT_FIELDS, "the number of experts")
     num_experts += int(fields.get(rules.extra_experts) or 0) if rules.extra_experts else 0
-    top_k = rules.top_k or _number(fields, TOP_K_FIELDS, "the experts per token")
-    layers = _routed_layers(fields, rules, num_layers, known=family is not None or model_type is None)
+    top_k = family.top_k or _number(fields, TOP_K_FIELDS, "the experts per token")
+    layers = _routed_layers(fields, rules, num_layers, known=family.config is not None or model_type is None)
     if not layers:
         raise SpecError(f"this {model_type} config has {num_layers} decoder layers and a router in none of them")
     return RouterSpec(
         num_experts=num_experts + rules.skip_classes,
         top_k=top_k,
         layers=tuple(layer for layer in layers for _ in range(rules.routers_per_layer)),
-        ordered=rules.ordered,
+        ordered=family.ordered,
         num_layers=num_layers,
     )
 
@@ -162,7 +110,7 @@ def _what_is_there(fields: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return f"model_type is {fields.get('model_type')!r}, {found}. Pass RouterSpec(...) yourself for any other model"
 
 
-def _depth(fields: Mapping[str, Any], rules: Family) -> int:
+def _depth(fields: Mapping[str, Any], rules: ConfigRules) -> int:
     for name in ("layers_block_type", "hybrid_override_pattern"):  # nemotron_h derives its depth from either
         if fields.get(name) and not fields.get("num_hidden_layers"):
             return len(fields[name])
@@ -172,7 +120,7 @@ def _depth(fields: Mapping[str, Any], rules: Family) -> int:
     return depth
 
 
-def _routed_layers(fields: Mapping[str, Any], rules: Family, depth: int, *, known: bool) -> list[int]:
+def _routed_layers(fields: Mapping[str, Any], rules: ConfigRules, depth: int, *, known: bool) -> list[int]:
     """Which decoder layers hold a router. Lists beat arithmetic; what the config says beats a family's default."""
     for name, rule in LAYER_RULES.items():
         if fields.get(name) is not None:
@@ -187,31 +135,31 @@ def _routed_layers(fields: Mapping[str, Any], rules: Family, depth: int, *, know
     return list(range(min(rules.dense_first, depth), depth))
 
 
-Rule = Callable[[Mapping[str, Any], Family, int], "list[int] | None"]
+Rule = Callable[[Mapping[str, Any], ConfigRules, int], "list[int] | None"]
 
 
 def _by_kind(name: str) -> Rule:
-    def rule(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int] | None:
+    def rule(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int] | None:
         kinds = list(fields[name])[:depth]  # step3p7 lists its MTP layers behind the decoder's
         return [layer for layer, kind in enumerate(kinds) if kind in ROUTED_KINDS]
 
     return rule
 
 
-def _block_types(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int] | None:
+def _block_types(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int] | None:
     """nemotron_h names MoE blocks; other hybrids name only the kind of attention, which says nothing here."""
     return _by_kind("layers_block_type")(fields, rules, depth) if "moe" in fields["layers_block_type"] else None
 
 
 def _listed(name: str) -> Rule:
-    def rule(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+    def rule(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
         items = fields[name].split(",") if isinstance(fields[name], str) else fields[name]
         return sorted(int(item) for item in items if str(item).strip())
 
     return rule
 
 
-def _layer_freq(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _layer_freq(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     """A flag per layer (minimax_m3), or every n-th layer after the leading dense ones (DeepSeek)."""
     freq = fields["moe_layer_freq"]
     if isinstance(freq, list | tuple):
@@ -221,7 +169,7 @@ def _layer_freq(fields: Mapping[str, Any], rules: Family, depth: int) -> list[in
     return [layer for layer in range(first, depth) if layer % int(freq) == 0]
 
 
-def _ernie(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _ernie(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     def text(name: str, default: int) -> int:  # the VL checkpoints give [text, vision]
         value = fields.get(name)
         value = value[0] if isinstance(value, list | tuple) else value
@@ -232,7 +180,7 @@ def _ernie(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
     return [layer for layer in range(start, min(end, depth - 1) + 1) if (layer + 1) % interval == 0]
 
 
-def _sparse_step(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _sparse_step(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     step = int(fields["decoder_sparse_step"])
     dense = set(fields.get("mlp_only_layers") or ())
     if step <= 0:
@@ -240,17 +188,17 @@ def _sparse_step(fields: Mapping[str, Any], rules: Family, depth: int) -> list[i
     return [layer for layer in range(depth) if (layer + 1 - rules.sparse_offset) % step == 0 and layer not in dense]
 
 
-def _jamba(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _jamba(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     period, offset = int(fields["expert_layer_period"]), int(fields.get("expert_layer_offset") or 0)
     return [layer for layer in range(depth) if layer % period == offset]
 
 
-def _interleaved(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _interleaved(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     step = int(fields["interleave_moe_layer_step"])
     return list(range(step - 1, depth, step))
 
 
-def _pattern(fields: Mapping[str, Any], rules: Family, depth: int) -> list[int]:
+def _pattern(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
     """nemotron_h's hub configs write a letter per layer; E is a MoE block."""
     return [layer for layer, letter in enumerate(fields["hybrid_override_pattern"]) if letter == "E"]
 

@@ -1,8 +1,8 @@
-"""Packed sequences must not see each other: what each family needs for that, and which families cannot do it.
+"""Packed sequences must not see each other: give each family what it needs for that, or refuse.
 
-Most of transformers reads the borders off position ids that start anew. Some families build their masks
-without them, which mixes sequences in silence; some carry state along the sequence by other means than
-attention. tests/replay/test_packing.py holds every family against one sequence at a time.
+Most of transformers reads the borders off position ids that start anew. Some families build their masks without them,
+which mixes sequences in silence; some carry state along the sequence by other means than attention. The record of a
+family says which, and tests/forward/test_packing.py holds every family against one sequence at a time.
 """
 
 from __future__ import annotations
@@ -15,39 +15,11 @@ import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from router_replay.errors import ReplayError
-from router_replay.replay.inner import decoder_of, inner_model
+from router_replay.families import Borders, by_folder, folder_of
+from router_replay.forward.inner import decoder_of, inner_model
 
-_STATE = "carries state along the sequence by recurrence or convolution"
-_INDEX = "its attention picks keys by an index over the whole row"
-NOT_PACKED = {
-    "axk2": _INDEX,
-    "deepseek_v32": _INDEX,
-    "deepseek_v4": "its attention compresses keys over blocks of the row",
-    "diffusion_gemma": "an encoder-decoder",
-    "doge": "its router mixes the tokens of a batch",
-    "glm5_next": _STATE,
-    "glm_moe_dsa": _INDEX,
-    "granitemoehybrid": _STATE,
-    "hy_v4": _INDEX,
-    "inkling": _STATE,
-    "jamba": _STATE,
-    "kimi_linear": _STATE,
-    "lfm2_moe": _STATE,
-    "minimax": _STATE,
-    "nemotron_h": _STATE,
-    "nllb_moe": "an encoder-decoder",
-    "openai_privacy_filter": "its attention looks ahead",
-    "qwen3_5_moe": _STATE,
-    "qwen3_next": _STATE,
-    "qwen4_exp": _STATE,
-    "switch_transformers": "an encoder-decoder",
-    "zaya": _STATE,
-}
-PARTLY_PACKED = {"minimax_m3_vl": "only where no layer is minimax_m3_sparse"}
 # What a layer may be for packing to be safe; any other kind is refused, also in families that are not listed.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-MASK_WITHOUT_POSITIONS = ("afmoe", "gpt_oss")
-FOUR_ROWS_OF_POSITIONS = ("ernie4_5_vl_moe", "glm4v_moe")  # text, time, height, width: else the mask sees none
 
 
 def why_not_packed(model: Any) -> str:
@@ -61,15 +33,16 @@ def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: to
     if not is_packed(position_ids_1T):
         return arguments
     decoder = decoder_of(model)
-    family, reason = _family(decoder), _why_not_packed(decoder)
+    folder, reason = _folder(decoder), _why_not_packed(decoder)
     if reason:
         raise ReplayError(
-            f"{family or type(inner_model(model)).__name__} does not keep packed sequences apart ({reason}): "
+            f"{folder or type(inner_model(model)).__name__} does not keep packed sequences apart ({reason}): "
             "give it one sequence at a time, pack([sample], max_tokens)"
         )
-    if family in FOUR_ROWS_OF_POSITIONS:
+    packing = by_folder(folder).packing
+    if packing is not None and packing.borders is Borders.FOUR_ROWS:
         arguments["position_ids"] = position_ids_1T[None].expand(4, -1, -1)
-    elif family in MASK_WITHOUT_POSITIONS:
+    elif packing is not None and packing.borders is Borders.MASKS:
         arguments["attention_mask"] = _masks(decoder, token_ids_1T, position_ids_1T)
     return arguments
 
@@ -119,24 +92,25 @@ def _arrived(given: Any, got: Any) -> bool:
     return bool((got == positions_T.to(got.device)).all())
 
 
-def _family(decoder: Any) -> str:
-    """The name of the transformers folder that the decoder's class comes from; empty where it comes from elsewhere.
+def _folder(decoder: Any) -> str:
+    """The transformers folder that the decoder's class comes from; empty where it comes from elsewhere.
 
     A subclass that somebody else wrote is from elsewhere, since its attention may be new. FSDP2 puts a subclass of
     its own in front of a module's class; that one is passed over.
     """
-    its_class = next(cls for cls in type(decoder).__mro__ if not cls.__module__.startswith("torch."))
-    before, _, folder = its_class.__module__.partition("transformers.models.")
-    return "" if before else folder.partition(".")[0]
+    return folder_of(next(cls for cls in type(decoder).__mro__ if not cls.__module__.startswith("torch.")))
 
 
 def _why_not_packed(decoder: Any) -> str:
-    family = _family(decoder)
-    if not family:
+    folder = _folder(decoder)
+    if not folder:
         return "it has no decoder from transformers.models, so nothing is known of its attention"
+    packing = by_folder(folder).packing
+    if packing is not None and packing.borders is None:
+        return packing.note
     kinds = getattr(decoder.config.get_text_config(), "layer_types", None) or ()
     odd_kinds = sorted(set(kinds) - ATTENTION_KINDS)
-    return NOT_PACKED.get(family, f"layers of kind {', '.join(odd_kinds)}" if odd_kinds else "")
+    return f"layers of kind {', '.join(odd_kinds)}" if odd_kinds else ""
 
 
 def _masks(decoder: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The kernel without a compiler: the same functions and bytes as _kernel.c, by NumPy and Python integers.
+"""The kernel without a compiler: the same functions and bytes as _compiled.c, by NumPy and Python integers.
 
 Ranks up to 128 bits go through tables of two 64-bit halves, so the loops are over slots and not
 over sets. Wider ranks (none of today's models) are walked with exact Python integers, set by set.
 
-Shapes: N sets, K slots. Table columns are d = c - i, as in _kernel.c.
+Shapes: N sets, K slots. Table columns are d = c - i, as in _compiled.c.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+import xxhash
 
 TABLE_BITS = 128  # ranks up to this width go through tables
+CACHED_BYTES = 1 << 19  # a piece that stays in the cache between the check and the hash
 CHUNK = 1 << 14  # sets at a time: keeps the unpacked bits of a chunk in cache
 
 
@@ -44,6 +46,21 @@ def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
     ordered_NK = np.sort(ids_NK, axis=1)
     bad_N = (ordered_NK[:, 1:] == ordered_NK[:, :-1]).any(axis=1) | (ordered_NK[:, -1] >= num_experts)
     return int(np.argmax(bad_N)) if bad_N.any() else -1
+
+
+def hash_and_check(data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype) -> tuple[int, int]:
+    """A piece is checked and then hashed while it is in the cache: two passes over the memory cost more than a copy."""
+    ids_NK = np.frombuffer(data[offset:], dtype).reshape(-1, k)
+    checksum = xxhash.xxh3_64(data[:offset])
+    piece = max(CACHED_BYTES // (k * dtype.itemsize), 1)
+    bad = -1
+    for first in range(0, len(ids_NK), piece):
+        if bad < 0:
+            found = first_bad_set(ids_NK[first : first + piece], num_experts)
+            bad = first + found if found >= 0 else -1
+        at = offset + first * k * dtype.itemsize
+        checksum.update(data[at : at + piece * k * dtype.itemsize])
+    return checksum.intdigest(), bad
 
 
 def sort_sets(ids: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch import nn
 
 from router_replay.batch import NO_LABEL
 from router_replay.errors import ReplayError
-from router_replay.replay.vocabulary import LogitRule, TokenLogprobs
+from router_replay.forward.vocabulary import LogitRule, TokenLogprobs
 
 PROBES = (-3.0, 0.0, 0.5, 20.0)
 

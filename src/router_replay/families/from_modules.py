@@ -10,15 +10,43 @@ in its path below that stack, so that dense layers, pipeline stages and wrappers
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from router_replay.errors import ReplayError
-from router_replay.replay import families
-from router_replay.replay.families import Choice, Where
+from router_replay.families.records import by_class, where_router
+from router_replay.families.types import Choice, Where
 from router_replay.spec import RouterSpec
+
+# The width of the tensor that is chosen from, most telling name first: zaya can choose to skip, longcat_flash
+# has experts that compute nothing, and both count these only here.
+WIDTH_ATTRIBUTES = ("num_router_classes", "n_routed_experts", "num_experts")
+TOP_K_ATTRIBUTES = ("top_k",)
+CONFIG_WIDTH = ("num_experts",)  # gemma4 and diffusion_gemma keep the numbers in their config alone
+CONFIG_TOP_K = ("top_k_experts",)
+
+# Parts of a module's path that say: not the text decoder. An encoder is left out only where a decoder is there too.
+NOT_DECODER = {
+    "vision": "routes image patches",
+    "visual": "routes image patches",
+    "audio": "routes audio frames",
+    "talker": "speaks what the decoder wrote; wrap model.talker itself to replay it",
+    "mtp": "a multi-token prediction head",
+    "nextn": "a multi-token prediction head",
+    "draft": "a draft head",
+    "assistant": "a draft head",
+}
+ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder tokens"
+
+# What wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation checkpointing, PEFT.
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
+
+# Where a layer holds two routers, the order in which its forward calls them.
+CALL_ORDER = ("self_attention", "self_attn", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +120,12 @@ def find_routers(model: nn.Module) -> Found:
     return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
 
 
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device of the model's parameters; None where they are not there now (a flat parameter above, offloading)."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
+
+
 def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, Where]:
     """Every module of a class that the family names as its router."""
     targets: dict[tuple[type, str | None], Where] = {}
@@ -100,10 +134,7 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
             continue
         recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits") or []
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            where = families.WHERE.get(recorder.target_class.__name__, Where())
-            if recorder.target_class is nn.Linear:
-                where = families.WHERE_LINEAR
-            targets[recorder.target_class, recorder.layer_name] = where
+            targets[recorder.target_class, recorder.layer_name] = where_router(recorder.target_class.__name__)
     found: dict[str, Where] = {}
     for name, module in modules.items():
         for (target, suffix), where in targets.items():
@@ -114,18 +145,18 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
 
 def _plain(name: str) -> str:
     """The name that a module has where nothing is wrapped."""
-    return ".".join(part for part in name.split(".") if part not in families.WRAPPER_PARTS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def _chooser(name: str, where: Where, modules: dict[str, nn.Module]) -> str:
     """From the name of the module that a family names as its router to the one that chooses."""
     if where.parent:
-        while name.rsplit(".", 1)[-1] in families.WRAPPER_PARTS:
+        while name.rsplit(".", 1)[-1] in WRAPPER_PARTS:
             name = name.rsplit(".", 1)[0]
         return name.rsplit(".", 1)[0]
     for part in where.child.split(".") if where.child else ():
         name = f"{name}.{part}"
-        while inside := [f"{name}.{wrapper}" for wrapper in families.WRAPPER_PARTS if f"{name}.{wrapper}" in modules]:
+        while inside := [f"{name}.{wrapper}" for wrapper in WRAPPER_PARTS if f"{name}.{wrapper}" in modules]:
             name = inside[0]
     return name
 
@@ -142,7 +173,7 @@ def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
 def not_decoder(path: str) -> str | None:
     parts = path.lower().split(".")
     return next(
-        (reason for word, reason in families.NOT_DECODER.items() if any(word in part for part in parts)),
+        (reason for word, reason in NOT_DECODER.items() if any(word in part for part in parts)),
         None,
     )
 
@@ -154,7 +185,7 @@ def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, lis
     candidates = [stack for stack in by_stack if not reasons.get(stack)]
     decoders = [stack for stack in candidates if "encoder" not in stack.lower().split(".")]
     if len(candidates) > 1 and decoders:
-        reasons.update({stack: families.ENCODER for stack in candidates if stack not in decoders})
+        reasons.update({stack: ENCODER for stack in candidates if stack not in decoders})
         candidates = decoders
     if len(candidates) != 1:
         raise ReplayError(
@@ -170,21 +201,18 @@ def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, lis
 def _describe(name: str, where: Where, modules: dict[str, nn.Module], stack_name: str) -> FoundRouter:
     name = _chooser(name, where, modules)
     module = modules[name]
-    names = [cls.__name__ for cls in type(module).__mro__]
-    choice = next((families.CHOICES[cls] for cls in names if cls in families.CHOICES), Choice.TOP_K)
-    fixed = next((families.FIXED_TOP_K[cls] for cls in names if cls in families.FIXED_TOP_K), None)
+    family = by_class(type(module))
     groups = getattr(module, "num_group", None)
-    if choice is Choice.TOP_K and isinstance(groups, int):
-        choice = Choice.GROUPED
+    grouped = family.choice is Choice.TOP_K and isinstance(groups, int)
     return FoundRouter(
         layer=_layer_of(name, stack_name),
         name=name,
         module=module,
         method=where.method,
-        num_experts=_number(name, module, families.WIDTH_ATTRIBUTES, families.CONFIG_WIDTH, "number of experts"),
-        top_k=fixed or _number(name, module, families.TOP_K_ATTRIBUTES, families.CONFIG_TOP_K, "top-k"),
-        choice=choice,
-        ordered=any(cls in families.ORDERED for cls in names),
+        num_experts=_number(name, module, WIDTH_ATTRIBUTES, CONFIG_WIDTH, "number of experts"),
+        top_k=family.top_k or _number(name, module, TOP_K_ATTRIBUTES, CONFIG_TOP_K, "top-k"),
+        choice=Choice.GROUPED if grouped else family.choice,
+        ordered=family.ordered,
         num_groups=groups if isinstance(groups, int) else 1,
     )
 
@@ -235,4 +263,4 @@ def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
 
 def _call_order(router: FoundRouter) -> tuple[int, int]:
     parts = router.name.split(".")
-    return router.layer, next((i for i, part in enumerate(families.CALL_ORDER) if part in parts), len(parts))
+    return router.layer, next((i for i, part in enumerate(CALL_ORDER) if part in parts), len(parts))

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from router_replay.batch import Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
-from router_replay.replay.inner import inner_model
-from router_replay.replay.packing import why_not_packed
+from router_replay.forward.inner import inner_model
+from router_replay.forward.packing import why_not_packed
 
 NAME = "router_replay_ulysses"
 

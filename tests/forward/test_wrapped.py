@@ -22,9 +22,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM, GptO
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.replay import RouterReplay, Ulysses
-from router_replay.replay.inner import decoder_of, inner_model
-from router_replay.replay.packing import packed_arguments, why_not_packed
+from router_replay.forward import Ulysses
+from router_replay.forward.inner import decoder_of, inner_model
+from router_replay.forward.packing import packed_arguments, why_not_packed
+from router_replay.replay import RouterReplay
 from tests.makers import random_routes
 from tests.replay import tiny
 

@@ -8,12 +8,14 @@ import torch
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.replay.packing import NOT_PACKED, packed_arguments
+from router_replay.families import FAMILIES
+from router_replay.forward.packing import packed_arguments
 from router_replay.replay.replayer import RouterReplay
 from tests.makers import random_routes
 from tests.replay import tiny
 
-PACKED = sorted(set(tiny.FAMILIES) - set(NOT_PACKED))
+PACKED = sorted(family.name for family in FAMILIES if family.packing and family.packing.borders)
+NOT_PACKED = sorted(family.name for family in FAMILIES if family.packing and not family.packing.borders)
 LENGTHS = (19, 30, 10)  # longer than the sliding windows, index sizes and compression blocks of the tiny models
 
 
@@ -44,7 +46,7 @@ def test_packed_sequences_do_not_see_each_other(family: str) -> None:
     assert in_one.routes.same_sets(one_by_one.routes)
 
 
-@pytest.mark.parametrize("family", sorted(NOT_PACKED))
+@pytest.mark.parametrize("family", NOT_PACKED)
 def test_a_family_that_would_mix_them_refuses(family: str) -> None:
     model = tiny.make(family).model
     tokens = torch.full((1, 6), 5)

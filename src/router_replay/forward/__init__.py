@@ -1,0 +1,6 @@
+"""A packed batch through a transformers model: log-probs, sequences kept apart, sequence parallelism."""
+
+from router_replay.forward.logprobs import logprobs as logprobs
+from router_replay.forward.ulysses import Ulysses as Ulysses
+
+__all__ = ["Ulysses", "logprobs"]

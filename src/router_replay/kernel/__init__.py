@@ -1,0 +1,177 @@
+"""The loops over single sets of experts: compiled where the extension is there, NumPy elsewhere.
+
+Both give the same answers and the same bytes. A set is one row of a [N, K] array of ids. `COMPILED` says which is in
+use; ROUTER_REPLAY_NO_KERNEL=1 in the environment asks for NumPy.
+
+    encode_sets(np.array([[5, 0], [2, 7]], np.uint8), 8)   ->   ea 02: the ranks 10 and 23, 5 bits each
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from router_replay.kernel import in_numpy
+from router_replay.kernel.in_numpy import TABLE_BITS, least_rank_bits, rank_bits
+
+__all__ = ["COMPILED", "BadRank", "decode_sets", "encode_sets", "first_bad_set", "hash_and_check", "least_rank_bits"]
+__all__ += ["rank_bits", "simd_level", "sort_sets", "unranking_steps"]
+
+SHORT_HASH = 240  # XXH3 has other rules for input up to this length; the compiled kernel knows those for longer input
+WIDE_STEP = 16  # what one step with a long integer costs, in steps through the tables
+WIDE_BITS = 512  # and once more for each so many bits
+
+
+def _load() -> Any:
+    """The compiled kernel; None where the package was installed without a compiler, or NumPy is asked for."""
+    if os.environ.get("ROUTER_REPLAY_NO_KERNEL") == "1":
+        return None
+    try:
+        return importlib.import_module("router_replay.kernel._compiled")
+    except ImportError:
+        return None
+
+
+_compiled: Any = _load()
+COMPILED: bool = _compiled is not None
+
+
+class BadRank(ValueError):
+    """A rank that stands for no set; `number` says which."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An exception is unpickled from its `args`, which hold the message alone."""
+        return type(self), (self.number, str(self))
+
+
+def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
+    """The number of the first set with an id out of range or a repeated one; -1 where all are good."""
+    if _compiled is None or not _is_narrow(ids_NK):
+        return in_numpy.first_bad_set(ids_NK, num_experts)
+    return _compiled.check(np.ascontiguousarray(ids_NK), ids_NK.itemsize, ids_NK.shape[1], num_experts)
+
+
+def hash_and_check(data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype) -> tuple[int, int]:
+    """The XXH3-64 of `data`, and the first bad set of the ids that begin at `offset`, or -1, in one pass."""
+    if _compiled is None or len(data) <= SHORT_HASH or not dtype.isnative:
+        return in_numpy.hash_and_check(data, offset, k, num_experts, dtype)
+    return _compiled.hash_check(data, offset, dtype.itemsize, k, num_experts)
+
+
+def sort_sets(ids: np.ndarray) -> np.ndarray:
+    """Each set in ascending order: how two sets are compared."""
+    if _compiled is None or not _is_narrow(ids):
+        return in_numpy.sort_sets(ids)
+    ordered = np.array(ids, order="C")
+    _compiled.sort(ordered, ids.itemsize, ids.shape[-1])
+    return ordered
+
+
+def encode_sets(ids_NK: np.ndarray, num_experts: int, threads: int = 1) -> np.ndarray:
+    """The ranks of all sets as one little-endian bit stream; the last byte is filled up with zeros."""
+    count, k = ids_NK.shape
+    width = rank_bits(num_experts, k)
+    out = np.empty(_packed_size(count, width), np.uint8)
+
+    def encode(start: int, stop: int) -> int:
+        return _encode(ids_NK[start:stop], num_experts, out[_bytes_of(start, stop, width)])
+
+    bad = _in_threads(encode, count, threads)
+    if bad >= 0:
+        raise ValueError(f"set {bad}, experts {ids_NK[bad].tolist()}, repeats an expert or leaves [0, {num_experts})")
+    return out
+
+
+def decode_sets(buffer: Any, count: int, k: int, num_experts: int, dtype: np.dtype, threads: int = 1) -> np.ndarray:
+    """The sets [count, k] behind a bit stream, each ascending. ValueError where the bytes are no such stream."""
+    payload = np.frombuffer(buffer, np.uint8)
+    width = rank_bits(num_experts, k)
+    if len(payload) != _packed_size(count, width):
+        expected = _packed_size(count, width)
+        raise ValueError(f"{count} ranks of {width} bits take {expected} bytes, got {len(payload)}")
+    if count * width % 8 and payload[-1] >> (count * width % 8):
+        raise ValueError(f"the bits after the last of {count} ranks of {width} bits must be zero")
+    ids_NK = np.empty((count, k), dtype)
+
+    def decode(start: int, stop: int) -> int:
+        return _decode(payload[_bytes_of(start, stop, width)], num_experts, ids_NK[start:stop])
+
+    bad = _in_threads(decode, count, threads)
+    if bad >= 0:
+        raise BadRank(bad, f"the rank of set {bad} is not below C({num_experts}, {k})")
+    return ids_NK
+
+
+def unranking_steps(count: int, k: int, num_experts: int) -> int:
+    """What `decode_sets` costs: a step is one slot of one set, about 5 ns in C and 20 ns in NumPy.
+
+    A rank too wide for the tables walks over all experts instead of its slots, with integers of its width.
+    """
+    if not count:
+        return 0
+    width = rank_bits(num_experts, k)
+    if width <= TABLE_BITS:
+        return count * k
+    return count * num_experts * WIDE_STEP * (1 + width // WIDE_BITS)
+
+
+def simd_level(most: int) -> int:
+    """Let the compiled kernel use at most AVX-512 (2), AVX2 (1) or neither (0); the level in use. For tests."""
+    return _compiled.simd(most)
+
+
+def _encode(ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
+    tables = _tables(num_experts, ids_NK.shape[1]) if _compiled is not None and _is_narrow(ids_NK) else None
+    if tables is None:
+        return in_numpy.encode(ids_NK, num_experts, out)
+    return _compiled.rank(tables, np.ascontiguousarray(ids_NK), ids_NK.itemsize, out)
+
+
+def _decode(payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
+    tables = _tables(num_experts, out_NK.shape[1]) if _compiled is not None and _is_narrow(out_NK) else None
+    if tables is None:
+        return in_numpy.decode(payload, num_experts, out_NK)
+    return _compiled.unrank(tables, payload, out_NK.itemsize, out_NK)
+
+
+@functools.lru_cache(maxsize=16)
+def _tables(num_experts: int, k: int) -> Any:
+    """The compiled kernel's tables for one model, made at first use in about a millisecond; None for wide ranks."""
+    return _compiled.plan(num_experts, k) if rank_bits(num_experts, k) <= TABLE_BITS else None
+
+
+def _is_narrow(ids: np.ndarray) -> bool:
+    """Does the compiled kernel know this array? It reads one or two bytes per id, in the machine's byte order."""
+    return ids.size > 0 and ids.dtype in (np.uint8, np.uint16) and ids.dtype.isnative
+
+
+def _packed_size(count: int, width: int) -> int:
+    return (count * width + 7) // 8
+
+
+def _bytes_of(start: int, stop: int, width: int) -> slice:
+    return slice(start * width // 8, _packed_size(stop, width))
+
+
+def _in_threads(work: Callable[[int, int], int], count: int, threads: int) -> int:
+    """Call work(start, stop) over all sets; the first bad set it names, or -1.
+
+    Pieces are multiples of 64 sets, so that their bits meet on byte borders.
+    """
+    piece = -(-count // (64 * max(threads, 1))) * 64
+    if threads <= 1 or count <= 64 * threads:
+        return work(0, count)
+    starts = range(0, count, piece)
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(lambda start: work(start, min(count, start + piece)), starts))
+    return next((start + bad for start, bad in zip(starts, results, strict=True) if bad >= 0), -1)
