@@ -1,8 +1,8 @@
 """Trajectory against the plainest model of it: a list of tokens, and beside it a list of rows.
 
 Hypothesis plays engine responses at random: turns, resumed answers that repeat rows, boundary rows, holes, gaps,
-branches, answers that are cut, and responses that must be refused. After every step each trajectory must be what its lists say, and
-whatever was handed over is scribbled on, so that nothing of the caller's is kept.
+branches, answers that are cut, and responses that must be refused. After every step each trajectory must be what its
+lists say, and whatever was handed over is scribbled on, so that nothing of the caller's is kept.
 """
 
 from __future__ import annotations
