@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import mmap
 import pickle
+import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -306,3 +308,147 @@ def test_a_prefill_row_that_was_not_captured_is_refused() -> None:
     whole = Routes(random_ids(10, SPEC), SPEC, captured=np.arange(10) != 2)
     with pytest.raises(RoutesError, match="prompt row 2 was not captured"):
         Routes.join_prefill_decode(whole[:6], whole[6:])
+
+
+# -- the edges of what is taken -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, np.int16), (256, np.int64), (65536, np.int64)])
+def test_the_id_one_above_the_last_expert_does_not_wrap_around_to_zero(experts: int, dtype: type) -> None:
+    spec = RouterSpec(experts, 2, (0,))
+    assert Routes(np.array([[[1, experts - 1]]], dtype), spec).ids.tolist() == [[[1, experts - 1]]]
+    with pytest.raises(RoutesError, match=rf"row 0, layer 0: experts \[1, {experts}\] are not all in"):
+        Routes(np.array([[[1, experts]]], dtype), spec)
+
+
+def test_only_a_negative_id_is_taken_for_a_missing_row() -> None:
+    with pytest.raises(RoutesError) as refused:
+        Routes([[[0, 8], [2, 3]]], SPEC)
+    assert "never by a value" not in str(refused.value)
+
+
+def test_a_bad_row_behind_a_hole_is_named_by_its_own_number() -> None:
+    ids = random_ids(5, SPEC).astype(np.int64)
+    for bad in ([6, 6], [6, 9]):
+        ids[4, 1] = bad
+        with pytest.raises(RoutesError, match="row 4, layer 3"):
+            Routes(ids, SPEC, captured=[True, False, False, True, True])
+
+
+def test_rows_that_are_not_captured_hold_zeros_whatever_was_there() -> None:
+    for dtype in (np.uint8, np.int64):
+        routes = Routes(random_ids(3, SPEC).astype(dtype) + 0, SPEC, captured=[True, False, True])
+        assert not routes.ids[1].any()
+        assert routes.ids[0].any()
+
+
+@pytest.mark.parametrize(
+    "versions", [1.0, [1, 2], [[1, 2, 3]], [1.0, 2.0, 3.0], [1, -1, 2], -1, np.uint64(2**63), True]
+)
+def test_versions_are_one_or_one_per_row_from_0_to_2_to_the_63(versions: object) -> None:
+    with pytest.raises(RoutesError, match="version"):
+        Routes(random_ids(3, SPEC), SPEC, versions=versions)
+    assert random_routes(3, SPEC).with_versions(0).versions.tolist() == [0, 0, 0]
+    assert random_routes(3, SPEC).with_versions([0, 2**63 - 1, 5]).versions.tolist() == [0, 2**63 - 1, 5]
+
+
+@pytest.mark.parametrize(("access", "shared"), [(mmap.ACCESS_READ, True), (mmap.ACCESS_COPY, False)])
+def test_a_map_of_a_file_is_copied_only_where_somebody_can_write_to_it(access: int, shared: bool) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(random_ids(4, SPEC).tobytes())
+        file.flush()
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=access)).toreadonly()
+        ids = np.frombuffer(view, np.uint8).reshape(4, 2, 2)
+        assert np.shares_memory(Routes(ids, SPEC).ids, ids) == shared
+
+
+def test_an_error_lists_eight_layers_at_most() -> None:
+    for layers, text in ((8, r"\[0, 1, 2, 3, 4, 5, 6, 7\] are"), (9, r"5, 6, 7, \.\.\. 9 in all\] are")):
+        with pytest.raises(RoutesError, match=text):
+            Routes.from_engine(np.zeros((3, layers, 2), np.uint8), RouterSpec(8, 2, tuple(range(layers))))
+
+
+# -- rows, masks and versions through every operation ---------------------------------------------
+
+
+def test_the_first_missing_row_is_found_and_a_whole_routes_has_none() -> None:
+    routes = Routes(random_ids(6, SPEC), SPEC, captured=[True, True, False, True, False, True])
+    assert (routes.first_missing, routes.all_captured) == (2, False)
+    assert (routes[3:4].first_missing, routes[3:4].all_captured) == (1, True)
+
+
+def test_a_slice_cuts_as_a_list_is_cut() -> None:
+    routes, numbers = Routes(random_ids(6, SPEC), SPEC, versions=np.arange(6)), list(range(6))
+    for rows in (slice(4, 2), slice(2, None, 1), slice(-2, None), slice(2, 99), slice(0, 0), slice(3, 4)):
+        assert routes[rows].versions.tolist() == numbers[rows]
+        assert len(routes[rows]) == len(numbers[rows])
+
+
+@pytest.mark.parametrize("index", [[-2], [10], [0, 10], [-2, 3]])
+def test_take_refuses_row_numbers_that_are_not_there(index: list[int]) -> None:
+    with pytest.raises(RoutesError, match=r"row numbers must lie in \[-1, 10\)"):
+        random_routes(10, SPEC).take(index)
+
+
+def test_take_makes_empty_rows_of_minus_one() -> None:
+    whole = Routes(random_ids(3, SPEC), SPEC, versions=[4, 5, 6])
+    taken = whole.take([2, -1, 0])
+    assert taken.versions.tolist() == [6, 0, 4]
+    assert not taken.ids[1].any()
+    assert whole.take([]).captured.tolist() == []
+    assert random_routes(3, SPEC).take([0]).version_runs is None
+    empty = Routes.missing(0, SPEC)
+    assert empty.take([-1, -1]).captured.tolist() == [False, False]
+    with pytest.raises(RoutesError, match="row numbers must lie"):
+        empty.take([0])
+
+
+def test_joined_rows_have_versions_where_one_of_the_parts_has() -> None:
+    plain = random_routes(2, SPEC)
+    assert Routes.concat([plain, plain]).version_runs is None
+    assert Routes.concat([plain, plain.with_versions(3)]).versions.tolist() == [0, 0, 3, 3]
+    with pytest.raises(RoutesError, match="at least one part"):
+        Routes.concat([])
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    whole = Routes(random_ids(6, SPEC), SPEC, versions=np.arange(6))
+    part = whole[2:4].copy()
+    assert part == whole[2:4]
+    assert not np.shares_memory(part.ids, whole.ids)
+
+
+def test_same_sets_are_of_one_model_one_length_and_the_same_captured_rows() -> None:
+    ids = random_ids(4, SPEC)
+    routes = Routes(ids, SPEC)
+    others = [Routes(ids, RouterSpec(9, 2, (1, 3))), routes[:3], Routes(ids, SPEC, captured=[True, True, True, False])]
+    for other in others:
+        assert not routes.same_sets(other)
+        assert routes != other
+    assert routes != routes.with_versions(1)
+    assert routes == routes.with_versions(0)
+    assert routes != "rows"
+
+
+def test_a_routes_says_what_it_holds() -> None:
+    routes = Routes(random_ids(5, SPEC), SPEC, captured=[True, False, True, True, False])
+    assert repr(routes) == "Routes(5 rows, 3 captured, 2 layers, 2 of 8 experts)"
+
+
+# -- more of an engine's array and of two workers -------------------------------------------------
+
+
+def test_an_array_that_ends_with_the_layer_before_the_last_routed_one_is_too_narrow() -> None:
+    with pytest.raises(RoutesError, match="expected more than 3"):
+        Routes.from_engine(np.ones((5, 3, 2), np.uint8), SPEC)
+
+
+def test_decode_rows_may_end_with_the_prompt_and_an_overlap_is_named_by_its_row() -> None:
+    whole = random_routes(6, SPEC)
+    assert Routes.join_prefill_decode(whole, Routes.missing(6, SPEC), decode_start=0) == whole
+    assert Routes.join_prefill_decode(whole, Routes.missing(2, SPEC), decode_start=4) == whole
+    repeated = Routes(random_ids(4, SPEC), SPEC, captured=[False, True, False, True])
+    with pytest.raises(RoutesError, match="overlap: row 4 of the prompt"):
+        Routes.join_prefill_decode(whole, repeated, decode_start=3)
+    with pytest.raises(RoutesError, match="two models"):
+        Routes.join_prefill_decode(whole, random_routes(2, WIDE))

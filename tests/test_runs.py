@@ -29,3 +29,20 @@ def test_spans_are_where_the_value_is(array: np.ndarray) -> None:
     for start, end in Runs.of(array).spans(1):
         found[start:end] = True
     assert np.array_equal(found, array == 1)
+
+
+@given(st.integers(0, 3), st.integers(0, 5))
+def test_a_constant_is_the_runs_of_its_array(value: int, length: int) -> None:
+    assert Runs.constant(value, length) == Runs.of(np.full(length, value))
+
+
+def test_runs_are_equal_where_values_and_lengths_are() -> None:
+    assert Runs.of(np.array([1, 1, 2])) != Runs.of(np.array([1, 2, 2]))
+    assert Runs.of(np.array([1, 1, 2])) != Runs.of(np.array([1, 1, 3]))
+    assert Runs.of(np.array([1])) != [1]
+
+
+def test_an_empty_slice_has_no_run() -> None:
+    runs = Runs.of(np.array([1, 1, 1, 2]))
+    for start, stop in ((1, 1), (3, 3), (4, 4), (2, 1)):
+        assert runs.slice(start, stop) == Runs((), ())

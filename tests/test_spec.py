@@ -52,3 +52,28 @@ def test_num_layers_takes_no_part_in_equality_but_must_reach() -> None:
     assert RouterSpec(8, 2, (1,), num_layers=4) == RouterSpec(8, 2, (1,))
     with pytest.raises(SpecError, match="does not reach"):
         RouterSpec(8, 2, (4,), num_layers=4)
+
+
+def test_the_order_of_slots_has_no_meaning_unless_it_is_said() -> None:
+    assert RouterSpec(8, 2, (0,)).ordered is False
+    assert RouterSpec(8, 2, (0,), ordered=np.True_).ordered is True
+    assert RouterSpec(8, 2, (0,), ordered=True) != RouterSpec(8, 2, (0,))
+    for wrong in (1, "yes", None):
+        with pytest.raises(SpecError, match="ordered must be True or False"):
+            RouterSpec(8, 2, (0,), ordered=wrong)  # type: ignore[arg-type]
+
+
+def test_row_bytes_count_two_bytes_an_id_above_256_experts() -> None:
+    assert RouterSpec(512, 3, (0, 1)).row_bytes == 2 * 3 * 2
+
+
+def test_an_engine_has_a_column_for_every_layer_up_to_the_last_that_is_known() -> None:
+    assert RouterSpec(8, 2, (1, 2, 6)).engine_layers == 7
+    assert RouterSpec(8, 2, (1, 2, 6), num_layers=9).engine_layers == 9
+
+
+def test_num_layers_counts_from_one() -> None:
+    assert RouterSpec(8, 2, (0,), num_layers=1).num_layers == 1
+    for wrong in (0, -1, 1.0, True):
+        with pytest.raises(SpecError, match="num_layers must be"):
+            RouterSpec(8, 2, (0,), num_layers=wrong)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router_replay import RouterSpec, Routes, Sample, Trajectory, pack
-from router_replay.batch import NO_LABEL, Batch
+from router_replay.batch import NO_LABEL, Batch, shard_index
 from router_replay.batch.packing import first_fit_decreasing
 from router_replay.errors import BatchError
 from tests.makers import random_ids
@@ -191,3 +191,80 @@ def test_a_shard_is_not_cut_again() -> None:
     local = pack([make_sample(0, 8)], 16).shard(0, 2)
     with pytest.raises(BatchError, match="call it on the whole batch"):
         local.shard(0, 2)
+
+
+def test_the_batch_of_the_docs() -> None:
+    """The table of router_replay.batch.types, and what padding holds."""
+    mask = np.array([False, True, True])
+    first = Sample(np.array([5, 6, 7]), np.array([-0.5, -1.0, -2.0]), mask, None, advantages=3.0)
+    second = Sample(np.array([8, 9]), np.array([-4.0, -8.0]), mask[1:], None, advantages=4.0)
+    batch = pack([first, second], 8, pad_to_multiple_of=4)
+    assert batch.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.sample_ids.tolist() == [0, 0, 0, -1, 1, 1, -1, -1]
+    assert batch.labels.tolist() == [6, 7, -100, -100, 9, -100, -100, -100]
+    assert batch.loss_mask.tolist() == [False, True, True, False, True, True, False, False]
+    assert batch.label_mask.tolist() == [True, True, False, False, True, False, False, False]
+    assert batch.logprobs.tolist() == [-0.5, -1.0, -2.0, 0.0, -4.0, -8.0, 0.0, 0.0]
+    assert batch.label_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -8.0, 0.0, 0.0, 0.0]
+    assert batch.advantages.tolist() == [3.0, 3.0, 3.0, 0.0, 4.0, 4.0, 0.0, 0.0]
+    assert batch.label_advantages.tolist() == [3.0, 3.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]
+    assert batch.cu_seqlens.tolist() == [0, 4, 8]
+    assert (batch.bin_ends.tolist(), batch.num_bins, batch.max_seqlen) == ([8], 1, 4)
+    assert batch.slots.tolist() == list(range(8))
+    assert (batch.cu_seqlens.dtype, batch.routes, batch.shard_of) == (np.int32, None, None)
+
+
+def test_padding_holds_the_token_that_was_asked_for() -> None:
+    assert pack([make_sample(0, 3)], 8, 4, pad_token_id=-7).token_ids.tolist() == [0, 1, 2, -7]
+    with pytest.raises(BatchError, match="pad_token_id must be an integer"):
+        pack([make_sample(0, 3)], 8, pad_token_id=0.5)  # type: ignore[arg-type]
+
+
+def test_samples_of_two_models_do_not_go_into_one_batch() -> None:
+    other = Sample(np.arange(2), np.zeros(2), np.ones(2, bool), Routes.missing(2, RouterSpec(8, 2, (0,))))
+    with pytest.raises(BatchError, match="sample 1 is of another model"):
+        pack([make_sample(0, 3), other], 8, on_missing="live")
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, 4.0])
+def test_a_bin_has_room_for_one_token_at_least(max_tokens: int) -> None:
+    with pytest.raises(BatchError, match="max_tokens must be"):
+        pack([make_sample(0, 1)], max_tokens)
+    assert len(pack([make_sample(0, 1)], 1)) == 1
+
+
+def test_a_batch_weighs_its_arrays_and_its_rows() -> None:
+    batch = pack([make_sample(0, 6), make_sample(1, 6)], 8)
+    per_slot = 8 + 8 + 8 + 1 + 4 + 4 + 8 + 1 + 4 + 4 + 8  # ten arrays and `slots`
+    rest = batch.cu_seqlens.nbytes + batch.bin_ends.nbytes
+    assert batch.nbytes == 12 * per_slot + rest + 12 * SPEC.row_bytes
+    without = pack([Sample(np.arange(3), np.zeros(3), np.ones(3, bool), None)], 4)
+    assert without.nbytes == 3 * per_slot + without.cu_seqlens.nbytes + without.bin_ends.nbytes
+
+
+def test_values_are_split_by_sample_with_and_without_padding() -> None:
+    for multiple in (1, 4):
+        batch = pack([make_sample(0, 3), make_sample(1, 5), make_sample(2, 1)], 8, multiple)
+        assert [len(piece) for piece in batch.per_sample(np.zeros((len(batch), 2)))] == [3, 5, 1]
+    with pytest.raises(BatchError, match=r"one entry per slot: expected 16, got \[15\]"):
+        batch.per_sample(np.zeros(15))
+
+
+def test_a_shard_says_whose_it_is_and_has_no_bins() -> None:
+    shard = pack([make_sample(0, 8), make_sample(1, 4)], 8).shard(1, 2)
+    assert shard.shard_of == (1, 2, "contiguous")
+    assert shard.bin_ends.tolist() == [4, 6]
+    with pytest.raises(BatchError, match=r"bins\(\) of a shard \(contiguous, rank 1 of 2\)"):
+        next(shard.bins())
+
+
+@pytest.mark.parametrize(("rank", "size", "message"), [(-1, 2, "rank -1 of size 2"), (0, 0, "size must be at least 1")])
+def test_ranks_count_from_zero_up_to_the_size(rank: int, size: int, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        pack([make_sample(0, 4)], 8).shard(rank, size)
+
+
+def test_no_sequences_give_no_slots() -> None:
+    empty = np.zeros(1, np.int32)
+    assert shard_index(empty, empty, 0, 2, "zigzag").tolist() == []

@@ -6,6 +6,7 @@ import torch
 
 from router_replay import RouterSpec, Routes, Sample, pack
 from router_replay.batch.tensors import TensorRoutes
+from router_replay.batch.types import PER_SLOT
 from router_replay.errors import RoutesError
 from tests.makers import random_routes
 
@@ -44,3 +45,19 @@ def test_tensors_that_are_no_routes_are_refused() -> None:
     for wrong in (captured[:3], captured.to(torch.uint8)):  # ~ of a byte is true for every row
         with pytest.raises(RoutesError, match=r"captured must be \[4\] of torch.bool"):
             TensorRoutes(ids, wrong, spec, False)
+
+
+def test_a_batch_of_tensors_holds_what_the_batch_holds() -> None:
+    samples = [Sample(np.arange(n), np.zeros(n), np.ones(n, bool), None) for n in (3, 5)]
+    batch = pack(samples, 8, pad_to_multiple_of=2)
+    tensors = batch.to_torch()
+    assert (len(tensors), tensors.max_seqlen, tensors.routes) == (10, 6, None)
+    for name in (*PER_SLOT, "cu_seqlens"):
+        assert getattr(tensors, name).tolist() == getattr(batch, name).tolist()
+    assert len(TensorRoutes.from_routes(Routes.missing(4, RouterSpec(8, 2, (0,))))) == 4
+
+
+def test_no_rows_are_routes_of_which_none_is_captured() -> None:
+    ids, captured = torch.zeros(0, 2, 2, dtype=torch.uint8), torch.zeros(0, dtype=torch.bool)
+    for all_captured in (True, False):
+        assert TensorRoutes(ids, captured, RouterSpec(8, 2, (0, 1)), all_captured).any_captured is False

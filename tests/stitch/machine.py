@@ -1,8 +1,8 @@
 """Trajectory against the plainest model of it: a list of tokens, and beside it a list of rows.
 
 Hypothesis plays engine responses at random: turns, resumed answers that repeat rows, boundary rows, holes, gaps,
-branches, and responses that must be refused. After every step each trajectory must be what its lists say, and
-whatever was handed over is scribbled on, so that nothing of the caller's is kept.
+branches, answers that are cut, and responses that must be refused. After every step each trajectory must be what its
+lists say, and whatever was handed over is scribbled on, so that nothing of the caller's is kept.
 """
 
 from __future__ import annotations
@@ -153,6 +153,15 @@ class TrajectoryMachine(RuleBasedStateMachine):
         if len(self.pairs) < MOST_TRAJECTORIES:
             response.arguments["branch"] = True
             self.append(trajectory, branch, response)
+
+    @rule(data=st.data())
+    def a_cut(self, data: st.DataObject) -> None:
+        """An answer is cut: everything up to there stays, in this trajectory alone."""
+        trajectory, model = self.draw_pair(data)
+        length = data.draw(st.integers(0, len(model.tokens)), "length")
+        trajectory.truncate(data.draw(INTEGERS, "type of length")(length))
+        for values in (model.tokens, model.logprobs, model.mask, model.rows):
+            del values[length:]
 
     @rule()
     def read(self) -> None:

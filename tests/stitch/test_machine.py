@@ -7,4 +7,5 @@ from hypothesis import settings
 from tests.stitch.machine import TrajectoryMachine
 
 TestTrajectory = TrajectoryMachine.TestCase
-TestTrajectory.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+GAMES = 5 * settings.default.max_examples
+TestTrajectory.settings = settings(max_examples=GAMES, stateful_step_count=25, deadline=None)

@@ -224,3 +224,69 @@ def test_start_for_a_prompt_leaves_out_what_is_known_of_it() -> None:
     assert trajectory.start_for([5, 6, 7, 8, 9, 1]) == 4  # extends: all but the boundary row
     assert trajectory.start_for([5, 6, 3, 3, 3, 3]) == 2  # history was rewritten at position 2
     assert trajectory.start_for([5, 6, 7]) == 2  # the last prompt row is always returned
+
+
+# -- answers that are cut -------------------------------------------------------------------------
+
+
+def two_turns() -> tuple[Trajectory, Routes]:
+    """Eight tokens of two policy versions, and all their rows but the last."""
+    trajectory, old, new = Trajectory(SPEC), Engine(version=3), Engine(version=4)
+    trajectory.append(*old.respond([5, 6, 7], [8, 9]))
+    trajectory.append(*new.respond([5, 6, 7, 8, 9, 1], [2, 3], start=4))
+    return trajectory, trajectory.routes[:7]
+
+
+@pytest.mark.parametrize("length", range(9))
+def test_a_cut_keeps_tokens_logprobs_mask_rows_and_versions_up_to_there(length: int) -> None:
+    trajectory, rows = two_turns()
+    before = [trajectory.token_ids.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist()]
+    trajectory.truncate(length)
+    after = [trajectory.token_ids.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist()]
+    assert after == [values[:length] for values in before]
+    assert len(trajectory) == len(trajectory.routes) == length
+    assert trajectory.next_start == min(length, 7)
+    assert trajectory.routes[:7] == rows[:length]
+
+
+def test_a_cut_answer_goes_on_with_another_turn() -> None:
+    trajectory, rows = two_turns()
+    trajectory.truncate(4)  # in the middle of the first answer, whose row 3 is known
+    engine = Engine(version=5)
+    trajectory.append(*engine.respond([5, 6, 7, 8, 2], [6], start=trajectory.next_start))
+    assert trajectory.token_ids.tolist() == [5, 6, 7, 8, 2, 6]
+    assert trajectory.loss_mask.tolist() == [False] * 3 + [True, False, True]
+    assert trajectory.routes.captured.tolist() == [True] * 5 + [False]
+    assert trajectory.routes[:4] == rows[:4]
+    assert trajectory.routes.versions[4] == 5
+
+
+def test_a_cut_before_a_hole_leaves_no_hole_and_a_cut_behind_it_keeps_it() -> None:
+    for length, next_start in ((3, 3), (5, 3), (6, 3)):
+        trajectory, engine = Trajectory(SPEC), Engine()
+        trajectory.append(*engine.respond([5, 6, 7], [8]))
+        trajectory.append(*engine.respond([5, 6, 7, 8, 1, 2], [3], start=5), allow_gap=True)
+        trajectory.truncate(length)
+        assert trajectory.next_start == next_start
+        assert trajectory.routes.captured.tolist() == ([True] * 3 + [False] * 2 + [True])[:length]
+
+
+def test_a_cut_leaves_branches_and_what_was_read_alone() -> None:
+    trajectory, rows = two_turns()
+    branch = trajectory.append(*Engine(version=5).respond([5, 6, 7, 8, 0], [4], start=4), branch=True)
+    tokens, routes = trajectory.token_ids, trajectory.routes
+    trajectory.truncate(2)
+    trajectory.append(*Engine(version=6).respond([5, 6, 0, 0, 0], [1, 1], start=2))
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 1, 2, 3]
+    assert routes[:7] == rows
+    assert branch.token_ids.tolist() == [5, 6, 7, 8, 0, 4]
+    assert branch.routes[:4] == rows[:4]
+
+
+@pytest.mark.parametrize("length", [9, -1, 2.0, True, None, 2**64])
+def test_a_cut_to_a_length_that_cannot_be_is_refused_and_changes_nothing(length: object) -> None:
+    trajectory, rows = two_turns()
+    with pytest.raises(StitchError, match="length must be"):
+        trajectory.truncate(length)  # type: ignore[arg-type]
+    assert len(trajectory) == 8
+    assert trajectory.routes[:7] == rows

@@ -237,3 +237,83 @@ def test_damage_is_told_from_forgery() -> None:
         wire.decode(damaged)
     with pytest.raises(WireError, match="row 0, layer 1"):
         wire.decode(sealed(damaged))
+
+
+# -- the last value that is taken, and the first that is not --------------------------------------
+
+
+def test_rows_and_start_reach_to_2_to_the_40_and_no_further() -> None:
+    most = 1 << 40
+    blob = wire.encode(ROUTES, start=most)
+    assert wire.read_header(blob).start == most
+    assert wire.read_header(forged(blob, start=most)).start == most
+    for field in ("start", "rows"):
+        with pytest.raises(WireError, match=r"rows and start must not exceed 2\*\*40"):
+            wire.read_header(forged(blob, **{field: most + 1}))
+    many = wire.encode(Routes.missing(1, SPEC))
+    claimed = patched(forged(many, rows=most), 64, struct.pack("<Q", most))
+    assert wire.read_header(claimed).rows == most
+
+
+def test_layer_ids_and_numbers_of_layers_fit_four_bytes() -> None:
+    last = (1 << 32) - 1
+    blob = wire.encode(Routes([[[5, 0]]], RouterSpec(8, 2, (last,))))
+    assert wire.decode(blob).spec.layers == (last,)
+    known = wire.encode(Routes([[[5, 0]]], RouterSpec(8, 2, (0,), num_layers=last)))
+    assert wire.decode(known).spec.num_layers == last
+    with pytest.raises(WireError, match="layer ids must be below"):
+        wire.encode(Routes([[[5, 0]]], RouterSpec(8, 2, (0,), num_layers=last + 1)))
+
+
+def test_policy_versions_reach_to_2_to_the_63_and_one_run_may_hold_all_rows() -> None:
+    routes = Routes(IDS, SPEC, captured=[True, False, True], versions=[2**63 - 1, 0, 0])
+    assert wire.decode(wire.encode(routes)).versions.tolist() == [2**63 - 1, 0, 0]
+    assert wire.decode(wire.encode(ROUTES.with_versions(4))).versions.tolist() == [4, 4, 4]
+
+
+def test_more_than_1024_layers_are_read_like_few() -> None:
+    for layers in (1024, 1025):
+        spec = spec_of(8, 2, layers=layers)
+        assert wire.decode(wire.encode(Routes(np.tile([0, 1], (1, layers, 1)), spec))).spec == spec
+
+
+def test_version_runs_need_their_flag() -> None:
+    blob = wire.encode(ROUTES)
+    with pytest.raises(WireError, match="the flag says that there are none"):
+        wire.decode(forged(blob, flags=blob[11] & ~2))
+
+
+def test_reserved_flags_and_unknown_codecs_are_refused_by_name() -> None:
+    blob = BLOBS["sets"]
+    with pytest.raises(WireError, match="reserved bits"):
+        wire.decode(forged(blob, flags=blob[11] | 16))
+    with pytest.raises(WireError, match=r"codec: expected 0 \(dense\) or 1 \(sets\), got 2"):
+        wire.decode(forged(blob, codec=2))
+
+
+def test_what_is_too_short_for_a_header_is_called_truncated() -> None:
+    for length in (8, 71):
+        with pytest.raises(WireError, match=f"truncated: a blob has 72 bytes or more, got {length}"):
+            wire.decode(BLOBS["sets"][:length])
+    for nothing in (b"", memoryview(b""), np.zeros(0, np.uint8)):
+        with pytest.raises(WireError, match="magic"):
+            wire.decode(nothing)
+
+
+def test_an_error_tells_how_many_bytes_the_header_and_the_rows_take() -> None:
+    blob = BLOBS["dense"]
+    with pytest.raises(WireError, match=rf"header tells of {len(blob)} bytes, got {len(blob) + 1}"):
+        wire.decode(blob + b"\0")
+    with pytest.raises(WireError, match="take 12 bytes with codec 'dense', got 13"):
+        wire.decode(sealed(forged(blob, payload_length=13)[:-8] + bytes(9)))
+
+
+def test_threads_and_limits_are_whole_numbers() -> None:
+    for arguments in ({"threads": -1}, {"threads": 1.5}, {"max_bytes": -1}, {"max_bytes": 0.5}):
+        with pytest.raises(WireError, match=next(iter(arguments))):
+            wire.decode(BLOBS["sets"], **arguments)
+
+
+def test_a_spec_of_the_blob_with_its_number_of_layers_is_kept() -> None:
+    assert wire.decode(BLOBS["sets"], spec=RouterSpec(8, 2, (1, 3))).spec.num_layers == 4
+    assert wire.decode(BLOBS["sets"], spec=RouterSpec(8, 2, (1, 3), num_layers=9)).spec.num_layers == 4

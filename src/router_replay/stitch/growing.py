@@ -27,6 +27,10 @@ class GrowingArray:
             self._buffer[self._length : self._length + len(part)] = part
             self._length += len(part)
 
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` elements, in new memory: a view taken before still shows all of them."""
+        self._buffer, self._length = self._buffer[:length].copy(), length
+
     @property
     def view(self) -> np.ndarray:
         view = self._buffer[: self._length]

@@ -49,7 +49,7 @@ class CompletionLike(Protocol):
 
 
 class Trajectory:
-    """The tokens of one rollout with what is known of each; grows by `add` or `append`."""
+    """The tokens of one rollout with what is known of each; grows by `add` or `append`, shrinks by `truncate`."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
@@ -116,6 +116,24 @@ class Trajectory:
             rows = rows.with_versions(version)
         target._take(prompt[same:], completion, sampled_logprobs, rows, start)
         return target
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens with their log-probs, loss mask and rows; drop the rest.
+
+        For an answer that is cut after it was sampled, such as at a stop string or a limit on its length. `length`
+        is an integer in [0, len(self)]; anything else raises StitchError and changes nothing.
+
+        Rows that are kept stay captured, with their versions: a row depends on the tokens up to its own only. So the
+        row of the last token may be known here, where after `append` it is not; `next_start` is at most `length`, and
+        rows that a later response repeats are ignored as always. Branches of this trajectory, and arrays or routes
+        that were read before, keep all their tokens.
+        """
+        length = exact_int(length, "length", StitchError)
+        if length > len(self):
+            raise StitchError(f"length must be between 0 and the {len(self)} tokens of the trajectory, got {length}")
+        for array in (self._tokens, self._logprobs, self._loss_mask):
+            array.truncate(length)
+        self._rows = self._rows.share(length)
 
     # -- reading --------------------------------------------------------------------------------
 
