@@ -1,15 +1,16 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | bench | fuzz | families | test-sglang | clean
+# make setup | check | docs | wheel | bench | fuzz | families | test-sglang | clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang check bench fuzz families clean
+.PHONY: setup demo test test-sglang check docs wheel bench fuzz families clean
 
 setup: $(READY)
 
@@ -37,10 +38,24 @@ test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment 
 	@$(BIN)/python -m tests.sglang_real.environment
 	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
 
-check: setup
+check: setup docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# The site in site/; a warning or a broken link is an error. Not --quiet: it hides the warnings from --strict.
+docs: $(DOCS)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.ready: requirements/docs.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/docs.txt
+	@touch $@
+
+wheel: setup  # a wheel in dist/, and the test that installs one into a clean virtual environment
+	@rm -rf build dist
+	@CC="$(KERNEL_CC)" LDSHARED="$(KERNEL_CC) -shared" $(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@$(BIN)/python -m pytest -q tests/test_wheel.py
 
 bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.wire
@@ -58,4 +73,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) build out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) build dist site out src/router_replay/kernel/*.so

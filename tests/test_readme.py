@@ -1,4 +1,4 @@
-"""The README's snippet runs as it stands there."""
+"""The README's code runs as it stands there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from tests.replay import tiny
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
-def test_the_snippet_for_ones_own_trainer() -> None:
-    code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
+def test_the_code_for_ones_own_trainer_runs() -> None:
+    rollout, trainer = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     model = tiny.make("qwen3_moe").model
     spec = RouterSpec.from_config(model.config)
     capture = Routes(random_ids(9, spec), spec)  # prompt 4 + completion 6 - 1
@@ -29,7 +28,7 @@ def test_the_snippet_for_ones_own_trainer() -> None:
         "completion_logprobs": np.full(6, -2.0),
     }
     printed: list[tuple] = []
-    exec(code.group(1), {**names, "print": lambda *values: printed.append(values)})
+    exec(rollout + trainer, {**names, "print": lambda *values: printed.append(values)})
     k3, stats = printed[0]
     assert k3 > 0
     assert set(stats.rows_replayed) == {9}
