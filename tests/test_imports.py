@@ -17,8 +17,9 @@ ORDER = ["wire", "stitch", "batch", "replay", "rl"]
 ALLOWED = {name: set(ORDER[:position]) for position, name in enumerate(ORDER)}
 ALLOWED |= {"": set(), "measure": set(), "report": set(), "engines": {"wire", "stitch", "batch", "replay"}}
 ALLOWED["replay"] |= {"measure"}
-ALLOWED["rl"] |= {"engines", "measure", "report"}
-ALLOWED["cli"] = {*ORDER, "engines", "measure", "report"}
+ALLOWED["rl"] |= {"engines", "measure"}
+ALLOWED["recipes"] = {"rl", "report"}
+ALLOWED["cli"] = {*ORDER, "engines", "measure", "report", "recipes"}
 
 
 def package_of(path: pathlib.Path) -> str:
