@@ -24,10 +24,10 @@ from router_replay.rl import delivery, ranks
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.environments import make_task
-from router_replay.rl.episodes import samples_of
 from router_replay.rl.models import load_tokenizer, model_folder
 from router_replay.rl.policy import Policy
 from router_replay.rl.rollout import Rollout
+from router_replay.rl.rollout.episodes import samples_of
 
 LIMITS = {"cuda": 1.03, "cpu": 1.05}  # off against off differs by up to 3 % on two noisy cores
 MODES = ("off", "off again", "r2", "r3")

@@ -28,8 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"families", "batch"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
-    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines", "report"},
-    "cli": {"families", "wire", "engines", "report", "rl"},
+    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "recipes": {"rl", "report"},
+    "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
 }
 
 

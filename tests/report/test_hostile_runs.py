@@ -12,9 +12,9 @@ import pytest
 
 from router_replay.cli import main
 from router_replay.errors import MeasureError
+from router_replay.number_format import Kind, number
 from router_replay.report import Run, as_text, comparison, read_metrics, write_report
 from router_replay.report.bins import BINS, MOST_STEPS, Grid
-from router_replay.report.numbers import Kind, number
 from router_replay.report.page import CHARTS
 from tests.report.test_report import Tags, full_line, make_run, page_of
 

@@ -17,7 +17,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Of the tiny model's kind, with three layers and no warm start."""
     from transformers import Qwen3MoeForCausalLM
 
-    from router_replay.rl.tiny_model import make_config, make_tokenizer, recipe_for
+    from router_replay.recipes.tiny.model import make_config, make_tokenizer, recipe_for
 
     folder = tmp_path_factory.mktemp("models") / "random"
     config = make_config(recipe_for("tiny"))

@@ -235,7 +235,7 @@ def test_a_full_disk_while_a_failure_is_being_saved_hides_neither(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.save", save)
-    monkeypatch.setattr("router_replay.rl.episodes._write_episodes", save)
+    monkeypatch.setattr("router_replay.rl.rollout.episodes._write_episodes", save)
     with pytest.raises(TrainError) as raised:
         train(make_config("environment.reward=tests.rl.rewards:breaks"))
     message = str(raised.value)

@@ -26,7 +26,7 @@ from router_replay.engines.types import Completion, Request
 from router_replay.errors import ConfigError, EngineError, RewardError, TrainError
 from router_replay.rl import checkpoints, policy
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.metrics import NAMES, MetricsWriter, read_metrics
+from router_replay.rl.log.metrics import NAMES, MetricsWriter, read_metrics
 from router_replay.rl.rollout import Rollout
 from router_replay.rl.sync_loop import train
 from router_replay.rl.weights import WeightSync

@@ -15,7 +15,7 @@ HEAD = """
 import os, sys, time
 from router_replay.cli import main
 from router_replay.rl import checkpoints, policy, sync_loop
-from router_replay.rl.metrics import MetricsWriter
+from router_replay.rl.log.metrics import MetricsWriter
 second = os.environ["RANK"] == "1"
 """
 TAIL = "\nsys.exit(main())\n"

@@ -17,8 +17,8 @@ def add(commands: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
+    from router_replay.recipes.tiny.demo import run_demo
     from router_replay.report import as_text
-    from router_replay.rl.demo import run_demo
 
     started = time.perf_counter()
     rows, notes = run_demo(chosen.out, chosen.steps, chosen.fp8)

@@ -21,9 +21,9 @@ def add(commands: Any) -> None:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from router_replay.rl.tiny_model import read_stamp
-    from router_replay.rl.warm_start import make_model
-    from router_replay.rl.warm_start_display import shown
+    from router_replay.recipes.tiny.display import shown
+    from router_replay.recipes.tiny.model import read_stamp
+    from router_replay.recipes.tiny.warm_start import make_model
 
     folder = chosen.out or pathlib.Path("models") / chosen.size
     try:

@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     from router_replay.rl.config import load_config, to_toml
-    from router_replay.rl.config_checks import check_config
+    from router_replay.rl.config.checks import check_config
     from router_replay.rl.ranks import world_size
 
     config = load_config(chosen.config, chosen.set)

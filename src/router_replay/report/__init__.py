@@ -1,6 +1,7 @@
 """Runs side by side: one HTML page that opens from disk, the same numbers as JSON, and the table for a terminal."""
 
 from router_replay.report.page import write_report
-from router_replay.report.runs import Row, Run, as_text, comparison, read_metrics
+from router_replay.report.runs import Row, Run, as_text, comparison
+from router_replay.run_files import read_metrics
 
 __all__ = ["Row", "Run", "as_text", "comparison", "read_metrics", "write_report"]

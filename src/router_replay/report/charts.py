@@ -7,8 +7,8 @@ import html
 import json
 from collections.abc import Sequence
 
+from router_replay.number_format import Kind, number
 from router_replay.report.bins import Point
-from router_replay.report.numbers import Kind, number
 from router_replay.report.scales import TINY, Scale, linear_scale, log_scale, step_scale
 
 COLOURS = 7

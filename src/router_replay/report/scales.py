@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from router_replay.report.numbers import Kind, scientific
+from router_replay.number_format import Kind, scientific
 
 TINY = 1e-290
 """What is smaller has no place on an axis of its own: next to it, sums and ratios round to nothing."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from router_replay.measure import logprob_gap
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.episodes import episode_figures
 from router_replay.rl.policy import RouteCounts
 from router_replay.rl.rollout import Episode
+from router_replay.rl.rollout.episodes import episode_figures
 
 
 def step_values(

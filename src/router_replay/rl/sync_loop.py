@@ -20,19 +20,19 @@ from router_replay.errors import ConfigError, RouterReplayError, TrainError
 from router_replay.rl import checkpoints, delivery, ranks
 from router_replay.rl.checkpoints import CheckpointError, Progress
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.config_checks import check_config
+from router_replay.rl.config.checks import check_config
 from router_replay.rl.delivery import MiniBatch
-from router_replay.rl.display import Display, Quiet
 from router_replay.rl.engine_start import start_engine
 from router_replay.rl.environments import make_task
-from router_replay.rl.episodes import samples_of, save_episodes
 from router_replay.rl.interrupts import Interrupts
-from router_replay.rl.metrics import MetricsWriter
+from router_replay.rl.log.display import Display, Quiet
+from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.models import LoadError, load_tokenizer, model_folder, whole_state
 from router_replay.rl.policy import NotFiniteError, Policy, Scored, old_and_rollout
-from router_replay.rl.prompt_lengths import check_prompt_lengths
 from router_replay.rl.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
+from router_replay.rl.rollout.episodes import samples_of, save_episodes
+from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 from router_replay.rl.run_folder import hold
 from router_replay.rl.run_record import record_of
 from router_replay.rl.step_values import step_values

@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from router_replay.report.numbers import Kind, duration, number
+from router_replay.number_format import Kind, duration, number
 
 SHOWN_ROWS = 8
 ETA_STEPS = 10

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from router_replay.errors import RewardError
-from router_replay.rl.advantages import group_advantages
 from router_replay.rl.config import LossKind
+from router_replay.rl.rollout.advantages import group_advantages
 
 # Group 7 has 1, 0, 0, 3: mean 1, variance (0 + 1 + 1 + 4) / 4 = 1.5. Group 3 has 2, 4: mean 3, std 1.
 REWARDS, GROUPS = [1, 2, 0, 0, 4, 3], [7, 3, 7, 7, 3, 7]

@@ -10,7 +10,7 @@ from rich import progress
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from router_replay.rl.warm_start import Progress
+    from router_replay.recipes.tiny.warm_start import Progress
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.batch import Sample
-from router_replay.rl.advantages import group_advantages
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.rollout import Episode
+from router_replay.rl.rollout.advantages import group_advantages
+from router_replay.rl.rollout.rollout import Episode
 
 
 def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bool) -> tuple[list[Sample], list[int]]:

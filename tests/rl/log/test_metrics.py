@@ -13,9 +13,9 @@ import torch
 
 from router_replay.errors import ConfigError, MeasureError, TrainError
 from router_replay.rl.config import LoggingConfig
-from router_replay.rl.metrics import NAMES, MetricsWriter, read_metrics
+from router_replay.rl.log.metrics import NAMES, MetricsWriter, read_metrics
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = pathlib.Path(__file__).parents[3] / "docs" / "metrics.md"
 PLAIN = LoggingConfig(tensorboard=False)
 
 

@@ -12,9 +12,8 @@ import pathlib
 from collections.abc import Iterator
 
 from router_replay.engines.stale import stale_reasons
-from router_replay.rl.config import TrainConfig, config_error
-
-_TINY = "tiny"
+from router_replay.rl.config.blocks import TINY, TrainConfig
+from router_replay.rl.config.load import config_error
 
 
 def check_config(config: TrainConfig, world_size: int) -> list[str]:
@@ -105,9 +104,9 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
     if config.reference.kl and config.reference.path:
         folders["reference.path"] = config.reference.path
     for name, folder in folders.items():
-        if folder != _TINY and not pathlib.Path(folder).is_dir():
+        if folder != TINY and not pathlib.Path(folder).is_dir():
             yield (
-                f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{_TINY}" for the small '
+                f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{TINY}" for the small '
                 "model of this package"
             )
     if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:

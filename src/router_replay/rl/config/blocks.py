@@ -1,18 +1,12 @@
-"""Every setting of a training run, typed, in one place: read from TOML and `--set`, and printed as TOML again.
+"""The settings of a training run, one class per block of the TOML file, with types, defaults and meanings.
 
-    config = load_config(pathlib.Path("config.toml"), ["replay=off", "optimizer.lr=1e-5"])
-    print(to_toml(config))  # every setting, as the run will use it
-
-One class per block of the TOML file; `docs/training.md` has the same tables for readers. `config_checks.py` refuses
-settings that are right one by one and cannot work together.
+`docs/training.md` has the same tables for readers, and a test compares them.
 """
 
 from __future__ import annotations
 
-import difflib
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,17 +17,23 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     field_validator,
 )
 
+import router_replay
 from router_replay.engines.http import checked_url
 from router_replay.errors import ConfigError, EngineError
-from router_replay.rl import toml_text
 
 ReplayMode = Literal["off", "r2", "r3"]
 LossKind = Literal["grpo", "dr_grpo", "gspo"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+TINY = "tiny"
+"""The `model.path` that names the small model of this package instead of a folder."""
+
+
+def tiny_folder() -> pathlib.Path:
+    """The finished tiny model, which is installed with the package. `recipes/tiny` has the code that made it."""
+    return pathlib.Path(router_replay.__file__).parent / "recipes" / "tiny" / "ready"
 
 
 class Block(BaseModel):
@@ -45,8 +45,8 @@ class Block(BaseModel):
 class ModelConfig(Block):
     """The policy. Master weights and the optimizer are float32; `dtype` is what the forward computes in."""
 
-    path: str = "tiny"
-    """A Hugging Face folder, or "tiny": the small Qwen3-MoE of `router-replay make-model`."""
+    path: str = TINY
+    """A Hugging Face folder, or "tiny": the small Qwen3-MoE that comes with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
@@ -200,136 +200,3 @@ class TrainConfig(Block):
     def longest_response(self) -> int:
         """Tokens that an episode can sample at most; only the calculator takes more than one turn."""
         return self.rollout.max_tokens * (self.rollout.max_turns if self.environment.kind == "calculator" else 1)
-
-
-def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> TrainConfig:
-    """The defaults, changed by the file, changed by `settings` in their order; ConfigError lists all that is wrong.
-
-    A setting is `dotted.key=value` with a value as TOML writes it; what is no TOML value is text: `replay=off`.
-    """
-    tree = {} if path is None else toml_text.read_file(path)
-    problems = []
-    for setting in ("", *settings):
-        if setting and (problem := _apply(tree, setting)):
-            problems.append(problem)
-        if isinstance(tree.get("model"), str):  # `model = "tiny"` is short for its path
-            tree["model"] = {"path": tree["model"]}
-    places = " and ".join(([str(path)] if path else []) + (["--set"] if settings else []))
-    toml_text.check_depth(tree, places)
-    try:
-        config = TrainConfig.model_validate(tree)
-    except ValidationError as error:
-        problems += [_problem(dict(detail)) for detail in error.errors(include_url=False)]
-    if problems:
-        raise config_error(places, problems)
-    return config
-
-
-def config_error(place: str, problems: Sequence[str]) -> ConfigError:
-    """One error for all problems, a line each."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError("\n  ".join([f"{place}: {count}", *problems]))
-
-
-def to_toml(config: TrainConfig) -> str:
-    """Every setting with its value, as TOML that `load_config` reads as an equal config."""
-    outside = "".join(_line("", name, value) for name, value in config if not isinstance(value, Block))
-    blocks = [
-        f"[{name}]\n" + "".join(_line(name, key, item) for key, item in block if not _is_left_out(block, key))
-        for name, block in config
-        if isinstance(block, Block)
-    ]
-    return "\n".join([outside, *blocks])  # TOML wants what is outside of blocks first
-
-
-def _line(block: str, name: str, value: Any) -> str:
-    return f"{name} = {toml_text.write_value(value, _dotted(block, name))}\n"
-
-
-def _dotted(block: str, name: str) -> str:
-    return f"{block}.{name}" if block else name
-
-
-def _is_left_out(block: Block, key: str) -> bool:
-    """`normalise` means nothing but for grpo, and whoever sets it elsewhere is told so: do not set it by printing."""
-    return (
-        isinstance(block, LossConfig)
-        and key == "normalise"
-        and block.kind != "grpo"
-        and key not in block.model_fields_set
-    )
-
-
-def _apply(tree: dict[str, Any], setting: str) -> str | None:
-    """Put one `a.b=c` into the tree; the problem with it, if there is one."""
-    dotted, equals, text = setting.partition("=")
-    *blocks, name = keys = [key.strip() for key in dotted.split(".")]
-    if not equals or not all(keys):
-        return f"--set {setting}: expected key=value, such as optimizer.lr=1e-5"
-    try:
-        value = toml_text.read_value(text.strip())
-    except ConfigError as error:
-        return f"{'.'.join(keys)}: {error}"
-    for block in blocks:
-        if not isinstance(tree.get(block), dict):
-            tree[block] = {}
-        tree = tree[block]
-    tree[name] = value
-    return None
-
-
-# Where pydantic's own words are not those of a TOML file.
-_EXPECTED = {
-    "bool_type": "true or false",
-    "dict_type": "a table",
-    "float_type": "a number",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "a number of {ge:g} or more",
-    "int_type": "a whole number",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "a number of at most {le:g}",
-    "missing": "one more item",
-    "model_type": "a table",
-    "path_type": "a path",
-    "string_type": "text in quotes",
-    "too_long": "at most {max_length} items",
-    "tuple_type": "a list",
-}
-
-
-def _problem(detail: dict[str, Any]) -> str:
-    """One of pydantic's errors in one line."""
-    location = tuple(map(str, detail["loc"]))
-    if detail["type"] == "extra_forbidden":
-        return _unknown(location)
-    if detail["type"] == "value_error":  # of our own checks, which say what may be shown of the input
-        return f"{'.'.join(location)}: {detail['ctx']['error']}"
-    if detail["type"] in _EXPECTED:
-        expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
-    else:
-        expected = detail["msg"].removeprefix("Input should be ")
-    try:
-        came = toml_text.write_value(detail["input"], "")
-    except ConfigError:
-        came = str(detail["input"])
-    if "@" in came:
-        came = "a value that is not shown here, since it may hold a password"
-    came = came if len(came) <= 80 else came[:77] + "..."
-    return f"{'.'.join(location)}: expected {expected}, got {came}"
-
-
-def _unknown(location: tuple[str, ...]) -> str:
-    """An unknown key: the nearest of its block, else the same name elsewhere, else all that there is."""
-    block, name = ".".join(location[:-1]), location[-1]
-    known = list(_blocks()[block].model_fields)
-    near = [_dotted(block, key) for key in difflib.get_close_matches(name, known, n=1)]
-    near = near or [_dotted(other, name) for other, model in _blocks().items() if name in model.model_fields]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-    return f"{'.'.join(location)}: unknown; {hint}"
-
-
-def _blocks() -> dict[str, type[Block]]:
-    """Each block of the file by its name; "" is the settings outside of any."""
-    inner = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
-    blocks = {name: kind for name, kind in inner.items() if isinstance(kind, type) and issubclass(kind, Block)}
-    return {"": TrainConfig, **blocks}

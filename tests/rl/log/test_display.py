@@ -9,7 +9,7 @@ import math
 import pytest
 from rich.console import Console
 
-from router_replay.rl.display import Display, Quiet
+from router_replay.rl.log.display import Display, Quiet
 
 VALUES = {
     "reward": 0.3125,

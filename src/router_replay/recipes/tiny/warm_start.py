@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl.tiny_model import (
+from router_replay.recipes.tiny.data import Examples, examples_of
+from router_replay.recipes.tiny.model import (
     REVISION,
     STAMP,
     Recipe,
@@ -31,7 +32,6 @@ from router_replay.rl.tiny_model import (
     read_stamp,
     recipe_for,
 )
-from router_replay.rl.warm_start_data import Examples, examples_of
 
 
 @dataclasses.dataclass(frozen=True)

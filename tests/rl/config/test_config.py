@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router_replay.cli import main
 from router_replay.errors import ConfigError
 from router_replay.rl.config import Block, LossConfig, TrainConfig, load_config, to_toml
-from router_replay.rl.config_checks import check_config
+from router_replay.rl.config.checks import check_config
 
 
 def problems_of(path: pathlib.Path | None, settings: list[str]) -> list[str]:
@@ -369,7 +369,7 @@ def test_normalise_set_in_code_counts_as_set() -> None:
 
 
 def test_the_documentation_has_every_setting_with_its_default() -> None:
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "training.md").read_text()
     section = page.partition("## Settings\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     documented = [(name.strip("| `"), default.strip("`")) for name, default, _ in rows]
@@ -383,7 +383,7 @@ def test_the_documentation_has_every_setting_with_its_default() -> None:
     assert documented == printed
 
 
-@pytest.mark.parametrize("path", sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.toml")), ids=str)
+@pytest.mark.parametrize("path", sorted((pathlib.Path(__file__).parents[3] / "examples").glob("*.toml")), ids=str)
 def test_the_examples_are_configs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Those of a model and a server that are not here are only read; the others pass every check."""
     config = load_config(path)

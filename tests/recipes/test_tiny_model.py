@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalL
 from router_replay import RouterSpec
 from router_replay.cli import make_model as command
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl import tiny_model
-from router_replay.rl.config import EnvironmentConfig
+from router_replay.recipes.tiny import model as tiny_model
+from router_replay.recipes.tiny.data import Examples, examples_of
+from router_replay.recipes.tiny.model import CHARACTERS, RECIPES, Recipe, make_config, make_tokenizer, read_stamp
+from router_replay.recipes.tiny.warm_start import Progress, WarmStart, make_from_recipe, make_model
+from router_replay.rl.config import EnvironmentConfig, tiny_folder
 from router_replay.rl.environments import make_task
-from router_replay.rl.tiny_model import CHARACTERS, RECIPES, Recipe, make_config, make_tokenizer, read_stamp
-from router_replay.rl.warm_start import Progress, WarmStart, make_from_recipe, make_model
-from router_replay.rl.warm_start_data import Examples, examples_of
 
-READY = pathlib.Path(__file__).parents[2] / "models" / "tiny"
+READY = tiny_folder()
 NEVER = 2.0
 SMALL = Recipe(
     layers=2, width=32, heads=2, key_value_heads=1, experts=8, top_k=2, expert_width=32, steps=6, target=NEVER,
@@ -241,9 +241,8 @@ def test_the_gpu_size_has_a_few_hundred_million_parameters() -> None:
 
 
 def test_the_ready_model_is_of_the_recipe_and_small() -> None:
-    assert tiny_model.is_made(READY, RECIPES["tiny"]), "the recipe changed: router-replay make-model --out models/tiny"
+    assert tiny_model.is_made(READY, RECIPES["tiny"]), f"the recipe changed: router-replay make-model --out {READY}"
     assert sum(file.stat().st_size for file in READY.rglob("*")) < 12_000_000
-    assert tiny_model.tiny_folder() == READY
 
 
 def test_the_ready_model_is_right_more_often_than_not_and_still_uncertain() -> None:
@@ -261,16 +260,3 @@ def test_the_ready_model_is_right_more_often_than_not_and_still_uncertain() -> N
         right[kind] = float(logprobs.masked_fill(~own, 0.0).sum(-1).exp().mean())
     assert 0.5 < right["additions"] < 0.7
     assert right["calculations"] > 0.2
-
-
-def test_without_a_checkout_the_tiny_model_is_made_once_in_the_cache(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setitem(RECIPES, "tiny", SMALL)  # no folder of a checkout is of this one
-    monkeypatch.setenv("ROUTER_REPLAY_CACHE", str(tmp_path))
-    folder = tiny_model.tiny_folder()
-    assert folder == tmp_path / f"tiny-{SMALL.digest[:12]}"
-    assert "6/6" in capsys.readouterr().err
-    written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert tiny_model.tiny_folder() == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from router_replay.recipes.tiny.model import CHARACTERS, END, Recipe
 from router_replay.rl.environments import arithmetic, calculator
 from router_replay.rl.environments.problems import operands
-from router_replay.rl.tiny_model import CHARACTERS, END, Recipe
 
 _IDS = {END: 1} | {character: number for number, character in enumerate(CHARACTERS, start=2)}
 _PER_STEP = 1 << 32  # problem numbers; those below belong to the environments of a training run

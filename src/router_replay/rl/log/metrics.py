@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from router_replay.errors import ConfigError, MeasureError, TrainError
-from router_replay.report.runs import CONFIG_FILE, METRICS_FILE, read_metrics
 from router_replay.rl.config import LoggingConfig
+from router_replay.run_files import CONFIG_FILE, METRICS_FILE, read_metrics
 
 __all__ = ["NAMES", "MetricsWriter", "read_metrics"]
 

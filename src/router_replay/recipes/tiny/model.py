@@ -1,10 +1,11 @@
-"""The models of `router-replay make-model`: what they are, their tokenizer, and where the ready tiny one lies.
+"""The models of `router-replay make-model`: their recipes, configs and tokenizer.
 
-    folder = tiny_folder()                               # models/tiny of a checkout, else made once in a cache
-    model = AutoModelForCausalLM.from_pretrained(folder)
+Each is a Qwen3-MoE with a character tokenizer. `warm_start.py` trains it, and the finished tiny model is in `ready/`:
 
-A Qwen3-MoE with a character tokenizer, taught a little by `warm_start.py`. Ten layers and a policy that is still
-uncertain make the effect of replay visible; a shallow or a nearly perfect model hides it.
+    model = AutoModelForCausalLM.from_pretrained(router_replay.rl.config.tiny_folder())
+
+The model has ten layers, and its training stops early. Replay has a visible effect on a deep model that is still
+uncertain; a shallow or a nearly perfect model hides it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any, Literal
 
@@ -130,24 +130,3 @@ def read_stamp(folder: pathlib.Path) -> dict[str, Any] | None:
 def is_made(folder: pathlib.Path, recipe: Recipe) -> bool:
     """Whether the folder holds the finished model of this recipe."""
     return (read_stamp(folder) or {}).get("digest") == recipe.digest
-
-
-def tiny_folder() -> pathlib.Path:
-    """The ready tiny model of a checkout, or one in the cache, made when it is first asked for (some minutes)."""
-    recipe = RECIPES["tiny"]
-    ready = pathlib.Path(__file__).parents[3] / "models" / "tiny"
-    if is_made(ready, recipe):
-        return ready
-    made = cache_folder() / f"tiny-{recipe.digest[:12]}"  # another version of this package finds its own
-    if is_made(made, recipe):
-        return made
-    from router_replay.rl.warm_start import make_model
-    from router_replay.rl.warm_start_display import shown
-
-    with shown("making tiny, once") as progress:
-        return make_model(made, "tiny", progress=progress)
-
-
-def cache_folder() -> pathlib.Path:
-    named = os.environ.get("ROUTER_REPLAY_CACHE")
-    return pathlib.Path(named) if named else pathlib.Path.home() / ".cache" / "router-replay"

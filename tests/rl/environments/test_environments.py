@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from router_replay.errors import ConfigError, RewardError, TrainError
+from router_replay.recipes.tiny.model import make_tokenizer
 from router_replay.rl.config import EnvironmentConfig, TrainConfig, load_config
 from router_replay.rl.environments import Environment, Task, make_task
 from router_replay.rl.environments.problems import operands
-from router_replay.rl.prompt_lengths import check_prompt_lengths
-from router_replay.rl.tiny_model import make_tokenizer
+from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 
 TOKENIZER = make_tokenizer()
 END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id

@@ -1,0 +1,1 @@
+"""Ready-made models and runs, made with `router_replay.rl`."""

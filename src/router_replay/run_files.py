@@ -1,0 +1,56 @@
+"""The files in the folder of a training run that both the trainer and the report use: their names and their format."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import msgspec
+
+from router_replay.errors import MeasureError
+
+METRICS_FILE = "metrics.jsonl"
+"""One JSON object per step: the step's number, and numbers or null by their names."""
+CONFIG_FILE = "config.json"
+"""The settings that the run was started with."""
+LAST_STEP = 1 << 53  # every JSON reader has exact whole numbers up to here
+
+
+def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The steps of a run's metrics.jsonl, in order. A last line without its end was torn by a kill: left out."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise MeasureError(f"there is no {METRICS_FILE} in {folder}: give the `output` folder of a training run")
+    *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_parsed(line, path, position) for position, line in enumerate(lines, 1)]
+
+
+def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
+    """The values of a line; a number beyond what a float holds, such as 1e999, is None as NaN is."""
+    where = f"{path}:{position}"
+    try:
+        values = msgspec.json.decode(line)
+    except (ValueError, RecursionError):  # NaN and 1e999, of a file that others wrote: Python's own reader is slower
+        values = _by_the_slow_reader(line, where)
+    step = values.get("step") if isinstance(values, dict) else None
+    if type(step) is not int or abs(step) > LAST_STEP:
+        raise MeasureError(
+            f"{where}: a line must be an object with a whole number up to 2**53 as its step, got {line[:80]}"
+        )
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            if not -sys.float_info.max <= value <= sys.float_info.max:
+                values[name] = None
+        elif value is not None:
+            shown = repr(value)[:80] if isinstance(value, str) else f"a {type(value).__name__}"
+            raise MeasureError(f"{where}: {name[:80]} must be a number or null, got {shown}")
+    return values
+
+
+def _by_the_slow_reader(line: str, where: str) -> Any:
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise MeasureError(f"{where} is not JSON ({error}); remove that line, and the rest can be read") from error
