@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router_replay import RouterSpec, Routes, Sample
+from router_replay import RouterSpec, Routes, Sample, wire
+from router_replay.batch import Batch
+from router_replay.errors import WireError
 from router_replay.rl import delivery
 from router_replay.rl.ranks import Ranks
 
@@ -41,15 +47,13 @@ def test_what_is_dealt_out_is_everything_once(
     plans = delivery.plan([samples], ranks(0, world, ulysses), max_tokens, "raise", alone)
     assert len({len(plan[0].micro) for plan in plans}) == 1  # FSDP2: as many passes on every rank
     seen: list[int] = []
-    for rank, [mini] in enumerate(plans):
-        here = ranks(rank, world, ulysses)
+    for [mini] in plans:
         assert (mini.tokens, mini.sequences) == (sum(lengths) - len(lengths), len(lengths))
         for micro in mini.micro:
-            local = micro.local(here)
             assert micro.routes is not None
-            assert len(micro.routes) == len(local) == len(micro.whole) // ulysses
-            for slot, token in enumerate(local.token_ids.tolist()):
-                if local.sample_ids[slot] < 0:
+            assert len(micro.routes) == len(micro) == len(micro.whole) // ulysses
+            for slot, token in enumerate(micro.whole.token_ids[micro.slots].tolist()):
+                if micro.whole.sample_ids[micro.slots][slot] < 0:
                     assert not micro.routes.captured[slot]
                     continue
                 number, position = divmod(token, 100)
@@ -60,7 +64,7 @@ def test_what_is_dealt_out_is_everything_once(
                     assert np.array_equal(micro.routes.ids[slot], expected.ids[position])
             if alone:
                 assert len(set(micro.whole.token_ids[micro.whole.sample_ids >= 0].tolist())) <= max(lengths)
-            seen += local.token_ids[local.label_mask].tolist()
+            seen += micro.whole.token_ids[micro.slots][micro.label_mask].tolist()
     everything = [token for one in samples for token in one.token_ids[:-1].tolist()]
     assert sorted(seen) == sorted(everything)
 
@@ -87,14 +91,37 @@ def test_episodes_are_dealt_whole_and_the_same_seed_deals_alike() -> None:
 
 @pytest.mark.parametrize("with_routes", [True, False])
 def test_what_is_sent_is_what_was_planned(with_routes: bool) -> None:
-    samples = [sample(number, 4) for number in range(3)]
+    samples = [sample(number, 4 + number) for number in range(3)]
     if not with_routes:
         samples = [Sample(one.token_ids, one.logprobs, one.loss_mask, None) for one in samples]
-    [[mini]] = delivery.plan([samples], ranks(0, 1, 1), 64, "raise")
-    back = delivery._unpacked(delivery._packed(mini))
-    assert np.array_equal(back.micro[0].whole.token_ids, mini.micro[0].whole.token_ids)
-    before, after = mini.micro[0].routes, back.micro[0].routes
-    assert (before is None) == (after is None) == (not with_routes)
-    if before is not None and after is not None:
-        assert np.array_equal(after.captured, before.captured)
-        assert after.same_sets(before)
+    plans = delivery.plan([samples, samples[:2]], ranks(0, 2, 2), 8, "raise")
+    for minis in plans:
+        back = delivery.decode(bytes(delivery.encode(minis)))
+        assert [(one.tokens, one.sequences) for one in back] == [(one.tokens, one.sequences) for one in minis]
+        for sent, got in zip(minis, back, strict=True):
+            for before, after in zip(sent.micro, got.micro, strict=True):
+                for field in dataclasses.fields(Batch):
+                    assert_same(getattr(before.whole, field.name), getattr(after.whole, field.name))
+                assert np.array_equal(after.slots, before.slots)
+                assert (after.routes is None) == (not with_routes)
+                assert after.routes == before.routes
+
+
+def assert_same(before: Any, after: Any) -> None:
+    if isinstance(before, np.ndarray):
+        assert after.dtype == before.dtype
+        assert np.array_equal(after, before)
+    else:
+        assert after == before
+
+
+def test_a_message_of_another_shape_or_with_damaged_rows_is_refused() -> None:
+    [[mini]] = delivery.plan([[sample(0, 4)]], ranks(0, 1, 1), 64, "raise")
+    routes = mini.micro[0].routes
+    assert routes is not None
+    message, blob = delivery.encode([mini]), wire.encode(routes, codec="dense")
+    with pytest.raises(msgspec.ValidationError, match="Expected `array`"):
+        delivery.decode(msgspec.msgpack.encode({"micro": []}))
+    message[message.index(blob) + len(blob) - 9] ^= 1  # the last byte before the checksum
+    with pytest.raises(WireError, match="checksum"):
+        delivery.decode(bytes(message))

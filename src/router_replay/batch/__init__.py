@@ -1,9 +1,10 @@
 """Samples laid out for a trainer: packed, padded, sharded; rows follow tokens by the same code."""
 
+from router_replay.batch.local import LocalBatch as LocalBatch
 from router_replay.batch.packing import pack as pack
 from router_replay.batch.sample import Sample as Sample
 from router_replay.batch.sharding import shard_index as shard_index
 from router_replay.batch.types import NO_LABEL as NO_LABEL
 from router_replay.batch.types import Batch as Batch
 
-__all__ = ["NO_LABEL", "Batch", "Sample", "pack", "shard_index"]
+__all__ = ["NO_LABEL", "Batch", "LocalBatch", "Sample", "pack", "shard_index"]

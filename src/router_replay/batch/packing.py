@@ -38,7 +38,8 @@ class Layout:
         pieces = []
         for sample in self.order:
             rows = routes[sample]
-            pieces += [rows, Routes.missing(self.padded[sample] - len(rows), rows.spec)]
+            padding = self.padded[sample] - len(rows)
+            pieces += [rows, Routes.missing(padding, rows.spec)] if padding else [rows]
         return Routes.concat(pieces)
 
 

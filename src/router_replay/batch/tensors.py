@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 
+from router_replay.batch.local import LocalBatch
 from router_replay.batch.types import PER_SLOT, Batch
 from router_replay.errors import RoutesError
 from router_replay.routes import Routes
@@ -81,6 +83,61 @@ class TensorBatch:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+class LocalTensors:
+    """A LocalBatch on a device. An array is copied there when it is first used, and then kept.
+
+    `token_ids`, `position_ids`, `labels`, `label_mask` and `routes` are of this rank's slots; `whole(name)` gives an
+    array over all slots of the bin.
+    """
+
+    def __init__(self, local: LocalBatch, device: torch.device) -> None:
+        self.device = device
+        self._local = local
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The array `name` of the Batch, over all slots of the bin."""
+        if name not in self._whole:
+            self._whole[name] = _writable(getattr(self._local.whole, name)).to(self.device, non_blocking=True)
+        return self._whole[name]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        return self._mine("token_ids")
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        return self._mine("position_ids")
+
+    @property
+    def labels(self) -> torch.Tensor:
+        return self._mine("labels")
+
+    @property
+    def label_mask(self) -> torch.Tensor:
+        return self._mine("label_mask")
+
+    @functools.cached_property
+    def routes(self) -> TensorRoutes | None:
+        rows = self._local.routes
+        return None if rows is None else TensorRoutes.from_routes(rows, self.device)
+
+    def _mine(self, name: str) -> torch.Tensor:
+        place = self._local.place
+        return self.whole(name)[place if isinstance(place, slice) else torch.from_numpy(place).to(self.device)]
+
+
+def torch_device(device: Any) -> torch.device:
+    """The device with its number: "cuda" is the current one."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _writable(array: np.ndarray) -> torch.Tensor:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from router_replay.batch.local import LocalBatch, as_slice
 from router_replay.batch.sharding import ShardKind, checked_rank, shard_index
 from router_replay.errors import BatchError
 from router_replay.routes import Routes
@@ -79,13 +80,13 @@ class Batch:
         return arrays + (self.routes.nbytes if self.routes is not None else 0)
 
     def bins(self) -> Iterator[Batch]:
-        """The bins as batches of their own: micro-batches for gradient accumulation."""
+        """The bins as batches of their own: micro-batches for gradient accumulation. Their arrays are views."""
         self._refuse_shard("bins")
         start = 0
         for end in self.bin_ends.tolist():
             inside = self.cu_seqlens[(self.cu_seqlens >= start) & (self.cu_seqlens <= end)]
             yield self._take(
-                np.arange(start, end),
+                slice(start, end),
                 cu_seqlens=inside - start,
                 bin_ends=np.array([end - start]),
                 slots=np.arange(end - start),
@@ -102,6 +103,19 @@ class Batch:
         rank, size = checked_rank(rank, size)
         index = shard_index(self.cu_seqlens, self.bin_ends, rank, size, kind)
         return self._take(index, slots=index, bin_ends=self.bin_ends // size, shard_of=(rank, size, kind))
+
+    def split(self, size: int, kind: ShardKind = "contiguous") -> list[LocalBatch]:
+        """One LocalBatch for each of `size` ranks: the tokens of all slots, and the rows of the slots of that rank.
+
+        `kind` is as in `shard`. Nothing is copied where a rank's slots lie side by side.
+        """
+        self._refuse_shard("split")
+        whole = dataclasses.replace(self, routes=None)
+        parts = []
+        for rank in range(checked_rank(0, size)[1]):
+            slots = shard_index(self.cu_seqlens, self.bin_ends, rank, size, kind)
+            parts.append(LocalBatch(whole, slots, _rows(self.routes, as_slice(slots))))
+        return parts
 
     def select_layers(self, layers: Sequence[int]) -> Batch:
         """The same tokens with the rows of some layers (absolute ids): a pipeline stage's share."""
@@ -124,12 +138,18 @@ class Batch:
 
         return TensorBatch.from_batch(self, device)
 
-    def _take(self, index: np.ndarray, **changes: Any) -> Batch:
+    def _take(self, index: np.ndarray | slice, **changes: Any) -> Batch:
+        """A slice takes views, an array copies."""
         fields = {name: getattr(self, name)[index] for name in PER_SLOT}
-        routes = None if self.routes is None else self.routes.take(index)
-        return dataclasses.replace(self, **fields, routes=routes, **changes)
+        return dataclasses.replace(self, **fields, routes=_rows(self.routes, index), **changes)
 
     def _refuse_shard(self, what: str) -> None:
         if self.shard_of is not None:
             rank, size, kind = self.shard_of
             raise BatchError(f"{what}() of a shard ({kind}, rank {rank} of {size}): call it on the whole batch")
+
+
+def _rows(routes: Routes | None, index: np.ndarray | slice) -> Routes | None:
+    if routes is None:
+        return None
+    return routes[index] if isinstance(index, slice) else routes.take(index)

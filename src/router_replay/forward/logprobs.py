@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from router_replay.batch import NO_LABEL, Batch
-from router_replay.batch.tensors import TensorBatch
+from router_replay.batch import NO_LABEL, Batch, LocalBatch
+from router_replay.batch.tensors import LocalTensors, TensorBatch
 from router_replay.errors import ReplayError
 from router_replay.families.from_modules import device_of
 from router_replay.forward.inner import inner_model
@@ -25,7 +25,7 @@ from router_replay.forward.vocabulary import LogitRule
 
 def logprobs(
     model: Any,
-    batch: Batch | TensorBatch,
+    batch: Batch | LocalBatch | TensorBatch | LocalTensors,
     *,
     temperature: float = 1.0,
     vocabulary_piece: int = 8192,
@@ -40,7 +40,7 @@ def logprobs(
     _refuse_numbers(temperature, vocabulary_piece)
     inner = inner_model(model)
     name = type(inner).__name__
-    tensors = batch.to_torch(device_of(model) or "cpu") if isinstance(batch, Batch) else batch
+    tensors = batch.to_torch(device_of(model) or "cpu") if isinstance(batch, Batch | LocalBatch) else batch
     rule = logit_rule(inner.config)
     inputs = packed_arguments(model, tensors.token_ids[None], tensors.position_ids[None])
     task = Task(tensors.labels, rule, float(temperature), int(vocabulary_piece))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from router_replay.batch import NO_LABEL, LocalBatch
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.families.from_modules import device_of, find_routers
@@ -101,18 +102,20 @@ class RouterReplay:
         *,
         on_missing: Literal["raise", "live"] = "raise",
         loss_mask: Any = None,
+        idle: Any = None,
         agreement: bool | None = None,
         start: int = 0,
     ) -> Iterator[RouterReplay]:
         """Every forward pass in this block uses these routes, and so does its recompute in backward.
 
         `routes` are Routes, TensorRoutes, a batch that holds them, or what `record` gave; one row per token
-        of the pass. Missing rows (padding, and what no engine returned) are routed live and counted. Where
-        `loss_mask` [T] is True a missing row raises, unless `on_missing="live"`; a batch brings its own mask.
+        of the pass. Missing rows are routed live and counted, but for those where `idle` [T] is True: padding, and
+        tokens that predict nothing. Where `loss_mask` [T] is True a missing row raises, unless `on_missing="live"`. A
+        batch brings its own `loss_mask` and `idle`.
         `start` is the number of tokens in the key-value cache before the first row, for a sequence in chunks.
         """
         wanted = self._agreement if agreement is None else agreement
-        plan = self._plan(routes, on_missing, loss_mask, wanted)
+        plan = self._plan(routes, on_missing, loss_mask, idle, wanted)
         plan.start = start
         checkpoint.remember(self._model, self._state)
         with self._state.block(plan), self._counters.counting(plan):
@@ -158,13 +161,16 @@ class RouterReplay:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _plan(self, routes: Any, on_missing: str, loss_mask: Any, agreement: bool) -> Plan:
+    def _plan(self, routes: Any, on_missing: str, loss_mask: Any, idle: Any, agreement: bool) -> Plan:
         if on_missing not in ("raise", "live"):
             raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
+        local = routes if isinstance(routes, LocalBatch) else None
         if isinstance(routes, Recorded):
             routes = routes.tensors
         elif not isinstance(routes, Routes | TensorRoutes) and hasattr(routes, "routes"):  # a batch
             loss_mask = getattr(routes, "label_mask", None) if loss_mask is None else loss_mask
+            if idle is None and hasattr(routes, "labels"):
+                idle = routes.labels == NO_LABEL
             routes = routes.routes
         if not isinstance(routes, Routes | TensorRoutes):
             raise ReplayError(
@@ -179,25 +185,40 @@ class RouterReplay:
             _refuse_missing(routes, loss_mask)
         if not (routes.captured.any() if isinstance(routes, Routes) else routes.any_captured):
             raise ReplayError(f"none of the {len(routes)} rows is captured: this would be a live pass")
-        rows_replayed: Any
+        rows_replayed, rows_live = _count(routes, idle)
         from_host = isinstance(routes, Routes)
         if isinstance(routes, Routes):
-            rows_replayed = int(routes.captured.sum())
             # FSDP1 keeps parameters flat, above the decoder. Then the pass says where it runs, and the plan moves.
-            routes = TensorRoutes.from_routes(routes, device_of(self._found.stack) or "cpu")
-        else:
-            rows_replayed = len(routes) if routes.all_captured else routes.captured.sum()
+            device = device_of(self._found.stack) or "cpu"
+            kept = None if local is None else local.to_torch(device).routes
+            routes = kept or TensorRoutes.from_routes(routes, device)
         width = len(self._spec.layers)
         return Plan(
             ids_TLK=routes.ids,
             live_T1=None if routes.all_captured else ~routes.captured.unsqueeze(-1),
             spec=self._spec,
             rows_replayed=rows_replayed,
-            rows_live=len(routes) - rows_replayed,
+            rows_live=rows_live,
             from_host=from_host,
             agree_L=torch.zeros(width, dtype=torch.int64, device=routes.ids.device) if agreement else None,
             compiled_passes=torch.zeros((), dtype=torch.int64, device=routes.ids.device),
         )
+
+
+def _count(routes: Routes | TensorRoutes, idle: Any) -> tuple[Any, Any]:
+    """Rows that are replayed, and rows that are live and not idle; tensors where only the device knows."""
+    if routes.all_captured:
+        return len(routes), 0
+    captured: Any = routes.captured
+    live = ~captured
+    if idle is not None:
+        on_host = isinstance(captured, np.ndarray)
+        idle = np.asarray(idle) if on_host else torch.as_tensor(idle, device=captured.device)
+        if idle.shape != live.shape:
+            raise ReplayError(f"idle has the shape {list(idle.shape)}, the routes have {len(live)} rows")
+        live = live & ~(idle != 0)
+    counts = captured.sum(), live.sum()
+    return tuple(map(int, counts)) if isinstance(captured, np.ndarray) else counts  # type: ignore[return-value]
 
 
 def _refuse_missing(routes: Routes | TensorRoutes, loss_mask: Any) -> None:

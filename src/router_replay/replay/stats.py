@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router_replay.replay.state import Plan
@@ -15,7 +15,9 @@ class Stats:
     """Sums over every forward pass under replay. One entry per routed layer where there is a list.
 
     A pass in which a router did not use its column raises, so every layer replays the same number of rows.
-    `agreement` is the share of replayed rows whose set of experts is what the live router would have chosen;
+    `rows_live` counts the rows that were missing and routed live. Where the replayer knows the labels (it was given a
+    batch), rows that predict nothing do not count: padding, and the last token of each sequence, which no engine
+    forwards. `agreement` is the share of replayed rows whose set of experts is what the live router would have chosen;
     None unless it was asked for. `rows_compared` is what it is a share of.
     """
 
@@ -26,22 +28,37 @@ class Stats:
     agreement: tuple[float, ...] | None
     rows_compared: int = 0
 
+    @classmethod
+    def live(cls, layers: tuple[int, ...], rows: int) -> Stats:
+        """One pass without replay, in which all `rows` were routed live."""
+        return cls(layers, 1, (0,) * len(layers), (rows,) * len(layers), None)
+
+    @classmethod
+    def compared(cls, layers: tuple[int, ...], rows: int, agreement: Sequence[float]) -> Stats:
+        """A comparison of `rows` rows that was made outside a pass."""
+        nothing = (0,) * len(layers)
+        return cls(layers, 0, nothing, nothing, tuple(agreement), rows)
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats.from_counts(self.layers, [a + b for a, b in zip(self.counts(), other.counts(), strict=True)])
+
+    def counts(self) -> list[int]:
+        """Whole numbers that can be added up over ranks; `from_counts` makes Stats of their sums."""
+        agreement = self.agreement or (0.0,) * len(self.layers)
+        agreed = [round(share * self.rows_compared) for share in agreement]
+        return [self.passes, self.rows_compared, *self.rows_replayed, *self.rows_live, *agreed]
+
+    @classmethod
+    def from_counts(cls, layers: tuple[int, ...], counts: Sequence[int]) -> Stats:
+        passes, compared, *rest = counts
+        width = len(layers)
+        replayed, live, agreed = (tuple(rest[i * width : (i + 1) * width]) for i in range(3))
+        agreement = tuple(count / compared for count in agreed) if compared else None
+        return cls(layers, passes, replayed, live, agreement, compared)
+
     def since(self, before: Stats) -> Stats:
         """What was added after `before` was read: the figures of one training step."""
-        compared = self.rows_compared - before.rows_compared
-        agreement = None
-        if compared and self.agreement is not None:
-            old = before.agreement or (0.0,) * len(self.layers)
-            pairs = zip(self.agreement, old, strict=True)
-            agreement = tuple((new * self.rows_compared - was * before.rows_compared) / compared for new, was in pairs)
-        return Stats(
-            self.layers,
-            self.passes - before.passes,
-            tuple(new - was for new, was in zip(self.rows_replayed, before.rows_replayed, strict=True)),
-            tuple(new - was for new, was in zip(self.rows_live, before.rows_live, strict=True)),
-            agreement,
-            compared,
-        )
+        return Stats.from_counts(self.layers, [a - b for a, b in zip(self.counts(), before.counts(), strict=True)])
 
 
 class Counters:

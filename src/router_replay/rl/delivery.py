@@ -1,44 +1,31 @@
-"""From the samples of a step to what each rank computes: mini-batches, their packed bins, and its own rows only.
+"""From the samples of a step to what each rank computes: mini-batches, packed bins, and the rows of each rank.
 
-The first rank holds the rollouts. It packs each mini-batch into bins, deals the bins out to the replicas, and sends
-every rank its bins with the rows of its own slots alone, encoded by the wire. Tokens and masks of a bin go to all
-ranks that share it: a loss over whole sequences needs them, and they are a few bytes a slot.
+The first rank holds the rollouts. It packs each mini-batch into bins, gives the bins to the replicas in turn, and
+sends every rank one message with its bins. A bin comes with the tokens of all its slots, which a loss over sequences
+needs and which take a few bytes a slot, and with the rows of this rank's slots, encoded by the wire.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.batch import Batch, Sample, pack
+from router_replay.batch import Batch, LocalBatch, Sample, pack
 from router_replay.rl.ranks import Ranks
-from router_replay.routes import Routes
 
 WHOLE_SEQUENCES: Literal["contiguous"] = "contiguous"  # how Ulysses cuts a bin
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One packed bin: every slot of it, and the rows of the slots that this rank holds."""
-
-    whole: Batch
-    routes: Routes | None
-
-    def local(self, ranks: Ranks) -> Batch:
-        """This rank's slots with their rows."""
-        mine = self.whole if ranks.ulysses == 1 else self.whole.shard(ranks.piece, ranks.ulysses, WHOLE_SEQUENCES)
-        return dataclasses.replace(mine, routes=self.routes)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One optimizer step: as many micro-batches on every rank, and what their sums are divided by."""
+    """One optimizer step. Every rank has as many micro-batches; sums are divided by `tokens` or `sequences`."""
 
-    micro: tuple[MicroBatch, ...]
+    micro: tuple[LocalBatch, ...]
     tokens: int
     sequences: int
 
@@ -70,20 +57,20 @@ def plan(
         bins = [one for batch in batches for one in batch.bins()]
         while len(bins) % ranks.replicas:
             bins.append(_without_loss(bins[-1]))  # FSDP2 needs as many passes on every rank
+        shared = [whole.split(ranks.ulysses, WHOLE_SEQUENCES) for whole in bins]
         for rank, mine in enumerate(plans):
             replica, piece = divmod(rank, ranks.ulysses)
-            micro = tuple(_of_rank(whole, piece, ranks.ulysses) for whole in bins[replica :: ranks.replicas])
+            micro = tuple(pieces[piece] for pieces in shared[replica :: ranks.replicas])
             mine.append(MiniBatch(micro, tokens, len(samples)))
     return plans
 
 
 def deliver(plans: list[list[MiniBatch]] | None, ranks: Ranks) -> list[MiniBatch]:
-    """This rank's share. Only the first rank has plans to give."""
-    if ranks.world == 1:
-        assert plans is not None
-        return plans[0]
-    sent = ranks.scatter(None if plans is None else [[_packed(mini) for mini in mine] for mine in plans])
-    return [_unpacked(mini) for mini in sent]
+    """The mini-batches of this rank. Only the first rank has plans to give."""
+    if plans is None:
+        return decode(ranks.scatter(None))
+    ranks.scatter([encode(mine) if rank else b"" for rank, mine in enumerate(plans)])  # the first keeps its own
+    return plans[0]
 
 
 def _without_loss(whole: Batch) -> Batch:
@@ -91,19 +78,64 @@ def _without_loss(whole: Batch) -> Batch:
     return dataclasses.replace(whole, loss_mask=nothing, label_mask=nothing)
 
 
-def _of_rank(whole: Batch, piece: int, size: int) -> MicroBatch:
-    routes = whole.routes
-    if routes is not None and size > 1:
-        routes = whole.shard(piece, size, WHOLE_SEQUENCES).routes
-    return MicroBatch(dataclasses.replace(whole, routes=None), routes)
+# -- the message --------------------------------------------------------------------------------
 
 
-def _packed(mini: MiniBatch) -> tuple[Any, ...]:
-    micro = [(one.whole, None if one.routes is None else wire.encode(one.routes, codec="dense")) for one in mini.micro]
-    return micro, mini.tokens, mini.sequences
+class _Micro(msgspec.Struct, frozen=True, array_like=True):
+    """A LocalBatch. Arrays are little-endian bytes of the types in ARRAYS."""
+
+    token_ids: memoryview
+    position_ids: memoryview
+    sample_ids: memoryview
+    loss_mask: memoryview
+    logprobs: memoryview
+    advantages: memoryview
+    labels: memoryview
+    label_mask: memoryview
+    label_logprobs: memoryview
+    label_advantages: memoryview
+    cu_seqlens: memoryview
+    bin_ends: memoryview
+    slots: memoryview
+    routes: memoryview | None
 
 
-def _unpacked(sent: tuple[Any, ...]) -> MiniBatch:
-    micro, tokens, sequences = sent
-    pairs = [MicroBatch(whole, None if blob is None else wire.decode(blob)) for whole, blob in micro]
-    return MiniBatch(tuple(pairs), tokens, sequences)
+class _Mini(msgspec.Struct, frozen=True, array_like=True):
+    micro: list[_Micro]
+    tokens: int
+    sequences: int
+
+
+ARRAYS = {
+    "token_ids": "<i8", "position_ids": "<i8", "sample_ids": "<i8", "loss_mask": "|b1", "logprobs": "<f4",
+    "advantages": "<f4", "labels": "<i8", "label_mask": "|b1", "label_logprobs": "<f4", "label_advantages": "<f4",
+    "cu_seqlens": "<i4", "bin_ends": "<i8",
+}  # fmt: skip
+
+
+def encode(minis: Sequence[MiniBatch]) -> bytearray:
+    """The mini-batches of one rank as one message."""
+    sent = [_Mini([_sent(local) for local in mini.micro], mini.tokens, mini.sequences) for mini in minis]
+    message = bytearray()
+    msgspec.msgpack.Encoder().encode_into(sent, message)
+    return message
+
+
+def decode(message: bytes) -> list[MiniBatch]:
+    """The mini-batches of a message. Their arrays and rows are views of it."""
+    sent = msgspec.msgpack.decode(message, type=list[_Mini])
+    return [MiniBatch(tuple(_received(micro) for micro in mini.micro), mini.tokens, mini.sequences) for mini in sent]
+
+
+def _sent(local: LocalBatch) -> _Micro:
+    arrays = {name: memoryview(getattr(local.whole, name).astype(dtype).tobytes()) for name, dtype in ARRAYS.items()}
+    rows = None if local.routes is None else memoryview(wire.encode(local.routes, codec="dense"))
+    return _Micro(**arrays, slots=memoryview(local.slots.astype("<i8").tobytes()), routes=rows)
+
+
+def _received(micro: _Micro) -> LocalBatch:
+    arrays = {name: np.frombuffer(getattr(micro, name), dtype) for name, dtype in ARRAYS.items()}
+    whole = Batch(**arrays, routes=None, slots=np.arange(len(arrays["token_ids"])))
+    # The sender is this package, and its rows were checked where they entered.
+    rows = None if micro.routes is None else wire.decode(micro.routes, check_rows=False)
+    return LocalBatch(whole, np.frombuffer(micro.slots, "<i8"), rows)

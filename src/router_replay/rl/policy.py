@@ -19,15 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from router_replay.batch import NO_LABEL, Batch
+from router_replay.batch import NO_LABEL, LocalBatch
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import TrainError
 from router_replay.forward import Ulysses, logprobs
 from router_replay.forward.packing import why_not_packed
 from router_replay.measure import route_agreement
 from router_replay.replay import RouterReplay
+from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.delivery import MicroBatch, MiniBatch
+from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.losses import LossSums, Slots, Totals, policy_loss
 from router_replay.rl.models import load_model, model_folder
 from router_replay.rl.ranks import Ranks
@@ -44,25 +45,7 @@ class Scored:
 
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
-    routes: Routes | TensorRoutes | None  # to replay in the update
-
-
-@dataclasses.dataclass
-class RouteCounts:
-    """Rows by where their experts came from, and (row, layer) pairs compared with the engine's choice.
-
-    Rows that predict nothing are not counted as live: padding, and the last token of each sequence, which no engine
-    forwards.
-    """
-
-    replayed: int = 0
-    live: int = 0
-    compared: float = 0.0
-    agreed: float = 0.0
-
-    @property
-    def agreement(self) -> float | None:
-        return self.agreed / self.compared if self.compared else None
+    routes: LocalBatch | TensorRoutes | None  # to replay in the update
 
 
 class Policy:
@@ -84,8 +67,8 @@ class Policy:
             weight_decay=config.optimizer.weight_decay,
         )
         self.updates = 0
-        self._counts = RouteCounts()
         self._counted = self.replayer.stats
+        self._beside: list[Stats] = []  # what the replayer does not see: passes without replay, and comparisons
         self._reference = _Reference(config, ranks) if config.reference.kl else None
 
     # -- the two passes -------------------------------------------------------------------------
@@ -106,7 +89,7 @@ class Policy:
         for micro, old in zip(mini.micro, scored, strict=True):
             ranks.watch.beat()
             with self._replaying(micro, old.routes):
-                slots = _slots(self._logprobs(micro), micro.whole, old, ranks.device)
+                slots = _slots(self._logprobs(micro), micro, old, ranks.device)
                 loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
                 (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
             loss_sum = loss_sum + loss.detach()
@@ -119,23 +102,19 @@ class Policy:
         figures["lr"] = self._step()
         return figures
 
-    def route_counts(self) -> RouteCounts:
+    def route_counts(self) -> Stats:
         """Of all passes since the last call, over all ranks. Waits for the device, so once a step."""
-        counts, self._counts = self._counts, RouteCounts()
-        stats, before = self.replayer.stats, self._counted
-        self._counted, found = stats, stats.since(before)
-        if found.agreement is not None:
-            counts.compared += found.rows_compared * len(found.agreement)
-            counts.agreed += found.rows_compared * sum(found.agreement)
-        sums = [counts.replayed + found.rows_replayed[0], counts.live + found.rows_live[0], counts.compared]
-        summed = self._ranks.sum(torch.tensor([*sums, counts.agreed], dtype=torch.float64, device=self._ranks.device))
-        replayed, live, compared, agreed = summed.tolist()
-        return RouteCounts(int(replayed), int(live), compared, agreed)
+        stats, beside = self.replayer.stats, self._beside
+        found = sum(beside, start=stats.since(self._counted))
+        self._counted, self._beside = stats, []
+        summed = self._ranks.sum(torch.tensor(found.counts(), device=self._ranks.device))
+        return Stats.from_counts(found.layers, summed.tolist())
 
-    def _score(self, micro: MicroBatch) -> Scored:
+    def _score(self, micro: LocalBatch) -> Scored:
         self._ranks.watch.beat()
-        routes: Routes | TensorRoutes | None = micro.routes
+        routes: LocalBatch | TensorRoutes | None = None
         if self._config.replay == "r3":
+            routes = micro
             with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
                 old = self._logprobs(micro)
         else:
@@ -143,37 +122,33 @@ class Policy:
                 old = self._logprobs(micro)
             if self._config.trainer.agreement and micro.routes is not None and micro.routes.captured.any():
                 self._compare(micro.routes, recording.routes)
-            routes = recording.tensors if self._config.replay == "r2" else None
+            if self._config.replay == "r2":
+                routes = recording.tensors
         reference = None if self._reference is None else self._reference.logprobs(micro, routes)
         return Scored(old, reference, routes)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
+    def _logprobs(self, micro: LocalBatch) -> torch.Tensor:
         return whole_logprobs(self.model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
 
     @contextlib.contextmanager
     def _replaying(
-        self, micro: MicroBatch, routes: Routes | TensorRoutes | None, agreement: bool = False
+        self, micro: LocalBatch, routes: LocalBatch | TensorRoutes | None, agreement: bool = False
     ) -> Iterator[None]:
         """The block of one pass; live where there are no routes to replay."""
-        local = micro.local(self._ranks)
-        idle = local.labels == NO_LABEL
         if routes is None:
-            self._counts.live += len(local) - int(idle.sum())
+            rows = int((micro.labels != NO_LABEL).sum())
+            self._beside.append(Stats.live(self.replayer.spec.layers, rows))
             yield
             return
-        if isinstance(routes, Routes):  # those of a scoring pass are all there
-            self._counts.live -= int((idle & ~routes.captured).sum())  # which the replayer counts
         on_missing = self._config.rollout.on_missing
-        with self.replayer.replay(routes, on_missing=on_missing, loss_mask=local.label_mask, agreement=agreement):
+        with self.replayer.replay(routes, on_missing=on_missing, loss_mask=micro.label_mask, agreement=agreement):
             yield
 
     def _compare(self, engine: Routes, own: Routes) -> None:
         found = route_agreement(engine, own)
-        pairs = found.rows * len(found.per_layer)
-        self._counts.compared += pairs
-        self._counts.agreed += pairs * found.overall
+        self._beside.append(Stats.compared(engine.spec.layers, found.rows, found.per_layer.tolist()))
 
     def _summed(self, loss: torch.Tensor, sums: LossSums) -> dict[str, float]:
         """Means over the mini-batch, over all ranks. Ranks that share sequences all computed the same loss."""
@@ -224,7 +199,7 @@ class _Reference:
         self._replayer = RouterReplay(self._model)
         self._ulysses = Ulysses(self._model, ranks.group) if ranks.ulysses > 1 else None
 
-    def logprobs(self, micro: MicroBatch, routes: Routes | TensorRoutes | None) -> torch.Tensor:
+    def logprobs(self, micro: LocalBatch, routes: LocalBatch | TensorRoutes | None) -> torch.Tensor:
         replay = self._config.reference.replay and routes is not None
         block: Any = self._replayer.replay(routes, on_missing="live") if replay else contextlib.nullcontext()
         with block:
@@ -232,14 +207,13 @@ class _Reference:
 
 
 def whole_logprobs(
-    model: Any, micro: MicroBatch, ranks: Ranks, ulysses: Ulysses | None, temperature: float
+    model: Any, micro: LocalBatch, ranks: Ranks, ulysses: Ulysses | None, temperature: float
 ) -> torch.Tensor:
     """The log-prob of every label of the bin, also where this rank computed a piece of it only."""
-    local = dataclasses.replace(micro.local(ranks), routes=None)
     if ulysses is None:
-        return logprobs(model, local, temperature=temperature)
+        return logprobs(model, micro, temperature=temperature)
     arguments = ulysses.arguments(micro.whole)
-    piece = logprobs(model, local, temperature=temperature, **arguments)
+    piece = logprobs(model, micro, temperature=temperature, **arguments)
     ulysses.check(arguments)
     return _Gather.apply(piece, ranks)
 
@@ -263,27 +237,24 @@ class _Gather(torch.autograd.Function):
         return grads[0][ctx.start : ctx.start + ctx.length], None
 
 
-def _slots(now: torch.Tensor, whole: Batch, old: Scored, device: torch.device) -> Slots:
-    def tensor(name: str) -> torch.Tensor:
-        return torch.from_numpy(getattr(whole, name).copy()).to(device)
-
+def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device) -> Slots:
+    tensors = micro.to_torch(device)
     return Slots(
         logprobs=now,
         old_logprobs=old.old_logprobs,
-        rollout_logprobs=tensor("label_logprobs"),
-        advantages=tensor("label_advantages"),
-        mask=tensor("label_mask"),
-        sequences=tensor("sample_ids"),
+        rollout_logprobs=tensors.whole("label_logprobs"),
+        advantages=tensors.whole("label_advantages"),
+        mask=tensors.whole("label_mask"),
+        sequences=tensors.whole("sample_ids"),
         reference_logprobs=old.reference_logprobs,
     )
 
 
-def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> tuple[np.ndarray, np.ndarray]:
-    """Old and rollout log-probs of the tokens that bear loss."""
-    old, rollout = [], []
+def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> np.ndarray:
+    """Old and rollout log-probs of the tokens that bear loss, [2, tokens]."""
+    pairs = []
     for mini, marks in zip(minis, scored, strict=True):
         for micro, mark in zip(mini.micro, marks, strict=True):
             mask = micro.whole.label_mask
-            old.append(mark.old_logprobs.cpu().numpy()[mask])
-            rollout.append(micro.whole.label_logprobs[mask])
-    return np.concatenate(old), np.concatenate(rollout)
+            pairs.append(np.stack([mark.old_logprobs.cpu().numpy()[mask], micro.whole.label_logprobs[mask]]))
+    return np.concatenate(pairs, axis=1)

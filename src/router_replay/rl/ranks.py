@@ -11,8 +11,10 @@ import datetime
 import gc
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -55,22 +57,39 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def scatter(self, parts: list[Any] | None) -> Any:
-        """The first rank gives one object for every rank; each gets its own and no other."""
+    def scatter(self, parts: Sequence[bytes | bytearray] | None) -> bytes:
+        """The first rank gives one message for every rank; each gets its own and no other."""
         if self.world == 1:
             assert parts is not None
-            return parts[0]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, parts)
-        return mine[0]
+            return bytes(parts[0])
+        size = torch.zeros((), dtype=torch.int64)
+        dist.scatter(size, None if parts is None else [torch.tensor(len(part)) for part in parts])
+        if parts is None:
+            mine = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(mine, src=0)
+            return mine.numpy().tobytes()
+        messages = [_as_tensor(part) for part in parts[1:]]
+        for sent in [dist.isend(message, rank) for rank, message in enumerate(messages, start=1)]:
+            sent.wait()
+        return bytes(parts[0])
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, on the first rank; nothing elsewhere."""
+    def gather(self, values: np.ndarray) -> list[np.ndarray]:
+        """The float32 arrays that the ranks gave, on the first rank; nothing elsewhere. Only the last axis may differ."""
         if self.world == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.world if self.is_first else None
-        dist.gather_object(value, values)
-        return values or []
+            return [values]
+        lengths = torch.zeros(self.world, dtype=torch.int64)
+        lengths[self.rank] = values.shape[-1]
+        dist.all_reduce(lengths)
+        mine = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        if not self.is_first:
+            if mine.numel():
+                dist.send(mine, dst=0)
+            return []
+        gathered = [mine, *(torch.empty(*values.shape[:-1], length) for length in lengths.tolist()[1:])]
+        for rank, other in enumerate(gathered):
+            if rank and other.numel():
+                dist.recv(other, src=rank)
+        return [one.numpy() for one in gathered]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         if self.world > 1:
@@ -79,6 +98,11 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+
+
+def _as_tensor(message: bytes | bytearray) -> torch.Tensor:
+    """A view of a message that can be written to, and a copy of one that cannot."""
+    return torch.frombuffer(message if isinstance(message, bytearray) else bytearray(message), dtype=torch.uint8)
 
 
 def world_size() -> int:

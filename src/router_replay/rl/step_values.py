@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from router_replay.measure import logprob_gap
+from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy import RouteCounts
 from router_replay.rl.rollout import Episode
 from router_replay.rl.rollout.episodes import episode_figures
 
@@ -17,11 +17,11 @@ def step_values(
     config: TrainConfig,
     episodes: Sequence[Episode],
     figures: Sequence[dict[str, float]],
-    logprobs: Sequence[tuple[np.ndarray, np.ndarray] | None],
-    counts: RouteCounts,
+    logprobs: Sequence[np.ndarray],
+    routes: Stats,
 ) -> dict[str, float]:
-    """`figures` of each mini-batch; `logprobs`: old and rollout ones, of each rank that has any."""
-    old, rollout = (np.concatenate([pair[side] for pair in logprobs if pair is not None]) for side in (0, 1))
+    """`figures` of each mini-batch; `logprobs` [2, tokens] of each rank: the old and the rollout's."""
+    old, rollout = np.concatenate(logprobs, axis=1)
     gap = logprob_gap(old, rollout)
     values = episode_figures(episodes)
     values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
@@ -31,12 +31,12 @@ def step_values(
         "mismatch/abs_mean": gap.abs_mean,
         "mismatch/abs_max": gap.abs_max,
         "mismatch/extreme_tau2": gap.extreme(2.0),
-        "routes/replayed": counts.replayed,
-        "routes/live": counts.live,
+        "routes/replayed": routes.rows_replayed[0],
+        "routes/live": routes.rows_live[0],
         "lr": figures[-1]["lr"],
     }
-    if counts.agreement is not None:
-        values["routes/agreement"] = counts.agreement
+    if routes.agreement is not None:
+        values["routes/agreement"] = float(np.mean(routes.agreement))
     if not config.reference.kl:
         del values["reference_kl"]
     if not config.loss.truncated_importance:

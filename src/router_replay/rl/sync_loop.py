@@ -232,7 +232,8 @@ class SyncLoop:
         self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]], seconds: float
     ) -> None:
         counts = self.policy.route_counts()
-        gaps = self._ranks.gather(old_and_rollout(minis, scored) if self._ranks.piece == 0 else None)
+        mine = old_and_rollout(minis, scored)
+        gaps = self._ranks.gather(mine if self._ranks.piece == 0 else mine[:, :0])  # ranks of a replica have the same
         if not self._ranks.is_first:
             return
         assert self._rollout is not None

@@ -1,0 +1,84 @@
+"""LocalBatch: one rank's part of a packed batch, from `pack` to the routers.
+
+    for whole in pack(samples, max_tokens).bins():
+        for rank, local in enumerate(whole.split(ranks)):
+            ...                                      # send `local` to its rank
+
+    with replayer.replay(local):                     # on that rank
+        found = logprobs(model, local)
+
+A loss over sequences needs the tokens of all slots; the routers need the rows of this rank's slots only. A LocalBatch
+holds exactly these two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from router_replay.errors import BatchError
+from router_replay.routes import Routes
+
+if TYPE_CHECKING:
+    from router_replay.batch.tensors import LocalTensors
+    from router_replay.batch.types import Batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """`whole` has the tokens of every slot and no rows; `routes` has one row for each of `slots`, or is None.
+
+    `len()`, `labels`, `label_mask` and `routes` are of this rank's slots. Tensors are kept: passes that use the same
+    device share one copy, so drop the batch when its last pass is done.
+    """
+
+    whole: Batch
+    slots: np.ndarray
+    routes: Routes | None
+
+    def __post_init__(self) -> None:
+        if self.whole.routes is not None:
+            raise BatchError("the whole of a LocalBatch has no rows; make one with Batch.split")
+        if self.routes is not None and len(self.routes) != len(self.slots):
+            raise BatchError(f"{len(self.slots)} slots but {len(self.routes)} rows; every slot has a row")
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @functools.cached_property
+    def place(self) -> slice | np.ndarray:
+        """What to index an array over all slots with, to get this rank's part; a view where that is possible."""
+        return as_slice(self.slots)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.whole.labels[self.place]
+
+    @property
+    def label_mask(self) -> np.ndarray:
+        return self.whole.label_mask[self.place]
+
+    def to_torch(self, device: Any = "cpu") -> LocalTensors:
+        """This batch on a device. The same object every time; it copies an array when it is first used."""
+        from router_replay.batch.tensors import LocalTensors, torch_device
+
+        key = torch_device(device)
+        if key not in self._tensors:
+            self._tensors[key] = LocalTensors(self, key)
+        return self._tensors[key]
+
+    @functools.cached_property
+    def _tensors(self) -> dict[Any, LocalTensors]:
+        return {}
+
+
+def as_slice(index: np.ndarray) -> slice | np.ndarray:
+    """An index of consecutive numbers as a slice, which takes a view instead of a copy."""
+    if not len(index):
+        return slice(0, 0)
+    first, last = int(index[0]), int(index[-1])
+    consecutive = last - first + 1 == len(index) and bool((np.diff(index) == 1).all())
+    return slice(first, last + 1) if consecutive else index
