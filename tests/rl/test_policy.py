@@ -70,7 +70,10 @@ def test_r3_replays_the_engines_rows_in_both_passes(make: Callable[..., Policy])
     for routes in used:
         assert np.array_equal(routes.ids[asked.captured], asked.ids[asked.captured])
     counts = policy.route_counts()
-    assert (set(counts.rows_replayed), set(counts.rows_live)) == ({2 * 19}, {0})  # the last token of each sequence predicts nothing
+    assert (set(counts.rows_replayed), set(counts.rows_live)) == (
+        {2 * 19},
+        {0},
+    )  # the last token of each sequence predicts nothing
     assert counts.agreement is not None
     assert np.mean(counts.agreement) < 0.2  # random rows
     assert set(policy.route_counts().rows_replayed) == {0}  # counted since the last call
