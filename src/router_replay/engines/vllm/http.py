@@ -17,10 +17,11 @@ import msgspec
 from router_replay import wire
 from router_replay.engines import checks
 from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
+from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
@@ -47,9 +48,10 @@ class VllmHttpEngine(VllmClient):
         vocabulary: int | None = None,
         allow_zero_layers: bool = False,
     ) -> None:
-        given = checks.vocabulary(vocabulary)
-        connecting = _connect(checked_url(url), spec, given, checks.seconds(timeout, "timeout"), api_key)
-        super().__init__(connecting, version, allow_zero_layers=allow_zero_layers)
+        given, address, seconds = checks.vocabulary(vocabulary), checked_url(url), checks.seconds(timeout, "timeout")
+        super().__init__(
+            lambda: _connect(address, spec, given, seconds, api_key), version, allow_zero_layers=allow_zero_layers
+        )
 
 
 class _TokenLogprob(msgspec.Struct):

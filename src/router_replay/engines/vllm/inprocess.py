@@ -15,13 +15,14 @@ from typing import Any
 
 from router_replay.engines import checks
 from router_replay.engines.environment import environment
+from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight
 from router_replay.engines.vllm import plugin
 from router_replay.engines.vllm.client import Transport, VllmClient
 from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.repairs import signals
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
@@ -43,8 +44,9 @@ class VllmEngine(VllmClient):
         allow_zero_layers: bool = False,
         **engine_arguments: Any,
     ) -> None:
-        start = _start(str(model), forced_routes, engine_arguments)
-        super().__init__(start, version, allow_zero_layers=allow_zero_layers)
+        super().__init__(
+            lambda: _start(str(model), forced_routes, engine_arguments), version, allow_zero_layers=allow_zero_layers
+        )
 
 
 async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
