@@ -68,6 +68,7 @@ fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000
 	@$(BIN)/python -m tests.stitch.fuzz --minutes 10
 	@$(BIN)/python -m tests.replay.fuzz --minutes 10
+	@$(BIN)/python -m tests.engines.fuzz --minutes 10
 
 families: setup
 	@$(BIN)/router-replay families

@@ -37,6 +37,8 @@ MODULES = {
         "vllm_plugin.transfer": "vllm.plugin.weights.transfer",
         "vllm_plugin.seeds": "vllm.plugin.repairs.seeds",
         "vllm_plugin.signals": "vllm.plugin.repairs.signals",
+        "on_loop": "remote",
+        "http_engine": "remote",
         "sglang_answers": "sglang.answers",
         "embedded_cache": "embedded.cache",
         "embedded_runner": "embedded.runner",

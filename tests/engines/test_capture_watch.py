@@ -14,13 +14,14 @@ from router_replay import RouterSpec, Routes, wire
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.dynamo import DynamoEngine
+from router_replay.engines.remote import Flight
 from router_replay.engines.sglang import SglangEngine
 from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.engines.types import Capabilities
 from router_replay.engines.vllm.client import Transport, VllmClient
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.inprocess import _InProcess
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.errors import EngineError
 from tests.engines import sglang_stub, test_dynamo
 from tests.engines.stub import Reply, Stub, serving
@@ -87,7 +88,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Callable[[Ro
 
 def _vllm(started: Any, **more: Any) -> Any:
     transport = InProcess()
-    return started(VllmClient(connected(transport), **more), lambda rows: setattr(transport, "rows", rows))
+    return started(VllmClient(lambda: connected(transport), **more), lambda rows: setattr(transport, "rows", rows))
 
 
 def _vllm_http(stub: Stub, started: Any, **more: Any) -> Any:

@@ -189,7 +189,11 @@ def test_who_stops_waiting_costs_nobody_else_anything(engine: Engine) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await gone
             [landed] = await stays
-            assert landed.finish_reason == "length" or landed.request_id in [one.request_id for one in await abort]
+            aborted = [one.request_id for one in await abort]
+            if landed.finish_reason == "abort":  # the abort may come when nothing has started, or too late
+                assert landed.request_id in aborted
+            else:
+                assert len(landed.token_ids) == 150
 
     before = one(engine, Request(prompt(), GREEDY))
     run(work())
@@ -228,17 +232,48 @@ def test_a_paused_engine_keeps_its_requests(engine: Engine) -> None:
 @pytest.mark.parametrize("in_flight", ["abort", "wait"])
 def test_a_pause_ends_or_waits_for_its_requests_as_asked(engine: Engine, in_flight: Any) -> None:
     async def work() -> None:
-        [task] = await started(engine, Request(prompt(), LONG), seconds=0.1)
-        await asyncio.to_thread(engine.pause, in_flight)
-        [completion] = await task
-        assert completion.finish_reason in ("length", in_flight)
-        assert len(completion.token_ids) == 150 or in_flight == "abort"
+        [[completion]] = await midway(
+            engine, [Request(prompt(), LONG)], lambda: engine.pause(in_flight), lambda: engine.resume()
+        )
+        if in_flight == "abort":
+            assert completion.finish_reason == "abort"
+            assert len(completion.token_ids) < 150
+        else:
+            assert completion.finish_reason == "length"
+            assert len(completion.token_ids) == 150
         [later] = await started(engine, Request(prompt(), GREEDY), seconds=0.3)
         assert not later.done()
         await asyncio.to_thread(engine.resume)
         assert (await later)[0].finish_reason == "length"
 
     run(work())
+
+
+def test_an_abort_of_an_unknown_id_gives_nothing(engine: Engine) -> None:
+    request = Request(prompt(), GREEDY)
+    one(engine, request)
+    assert engine.abort([request.id, "nobody"]) == []
+
+
+def test_a_request_that_was_submitted_while_paused_is_aborted_by_an_update(
+    engine: Engine, checkpoints: Checkpoints
+) -> None:
+    async def work() -> None:
+        await asyncio.to_thread(engine.pause)
+        [waits] = await started(engine, Request(prompt(), GREEDY), seconds=0.1)
+        await asyncio.to_thread(engine.update_weights, checkpoints.a, 1, "abort")
+        [completion] = await waits
+        assert (completion.finish_reason, len(completion.token_ids)) == ("abort", 0)
+        await asyncio.to_thread(engine.resume)
+
+    run(work())
+
+
+def test_one_bad_request_refuses_the_batch_before_any_is_sent(engine: Engine) -> None:
+    good = Request(prompt(), LONG)
+    with pytest.raises(EngineError, match="the prompt is empty"):
+        engine.generate([good, Request(())])
+    assert engine.abort() == []  # nothing of the batch is in flight
 
 
 def test_the_same_weights_again_change_no_bit(engine: Engine, checkpoints: Checkpoints) -> None:

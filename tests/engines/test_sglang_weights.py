@@ -19,7 +19,7 @@ stub, engine = sglang_stub.stub, sglang_stub.engine
 def test_a_request_held_in_place_keeps_both_versions(engine: SglangEngine, stub: Stub) -> None:
     """Row r sampled the token after it, so the swap shows one row before the first token of the new weights."""
     stub.answers["/generate"] = answer(weight_versions=spans(("default", 1), ("1", 3)))
-    engine._names["1"] = 1
+    engine._connected._names["1"] = 1
     completion = one(engine)
     assert completion.versions.tolist() == [0, 1, 1]
     assert completion.routes.versions.tolist() == [0, 0, 0, 0, 1, 1]
@@ -28,7 +28,7 @@ def test_a_request_held_in_place_keeps_both_versions(engine: SglangEngine, stub:
 @pytest.mark.parametrize("retractions", [1, None])
 def test_retract_and_swap_is_refused(engine: SglangEngine, stub: Stub, retractions: int | None) -> None:
     stub.answers["/generate"] = answer(weight_versions=spans(("default", 1), ("1", 3)), num_retractions=retractions)
-    engine._names["1"] = 1
+    engine._connected._names["1"] = 1
     with pytest.raises(EngineError, match="rows are the new weights'"):
         one(engine)
 
@@ -40,7 +40,7 @@ def test_a_retraction_without_a_swap_is_fine(engine: SglangEngine, stub: Stub) -
 
 def test_a_prompt_of_unknown_weights_is_refused(engine: SglangEngine, stub: Stub) -> None:
     stub.answers["/generate"] = answer(weight_versions=spans(("1", 3)))
-    engine._names["1"] = 1
+    engine._connected._names["1"] = 1
     with pytest.raises(EngineError, match="routed the prompt is not known"):
         one(engine)
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from router_replay.engines import Completion, Request, Sampling
+from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight
 from router_replay.engines.vllm.client import Transport, VllmClient
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.makers import random_routes
@@ -86,7 +87,7 @@ def client(script: Script) -> Iterator[VllmClient]:
     async def start() -> Transport:
         return script
 
-    with VllmClient(start()) as client:
+    with VllmClient(start) as client:
         yield client
 
 
@@ -156,7 +157,7 @@ def test_every_update_has_a_salt_of_its_own_whatever_its_version(client: VllmCli
 def test_a_request_that_waits_for_an_update_can_be_aborted(client: VllmClient, script: Script) -> None:
     async def work() -> None:
         update = asyncio.create_task(asyncio.to_thread(client.update_weights, "folder", 1))
-        while client._open.is_set():
+        while client._open:
             await asyncio.sleep(0.001)
         waits = asyncio.create_task(client.submit(Request(PROMPT, id="waits")))
         await asyncio.sleep(0.01)
@@ -183,7 +184,7 @@ def test_tokens_without_rows_are_no_sample(client: VllmClient, script: Script) -
 def test_an_abort_that_is_not_heard_is_an_error(
     client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router_replay.engines.vllm.client.ABORT_ROUNDS", 3)
+    monkeypatch.setattr("router_replay.engines.remote.ABORT_ROUNDS", 3)
 
     async def work() -> None:
         script.deaf = True
@@ -210,7 +211,7 @@ def test_an_answer_that_comes_while_it_closes_is_still_an_answer(script: Script)
         return script
 
     async def work() -> None:
-        client = VllmClient(start())
+        client = VllmClient(start)
         task = await submitted(client, script)
         await asyncio.to_thread(client.close)
         try:

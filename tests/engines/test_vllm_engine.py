@@ -80,7 +80,7 @@ def preemptions(url: str) -> float:
 
 def test_ctrl_c_in_the_terminal_is_left_to_who_started_the_engine(vllm_engine: Engine) -> None:
     """A terminal sends it to all processes; the trainer decides when the engine ends."""
-    manager = vllm_engine._transport._engine.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    manager = vllm_engine._connected.transport._engine.engine_core.resources.engine_manager  # type: ignore[attr-defined]
     before = one(vllm_engine, Request(prompt(), GREEDY))
     for core in manager.processes:
         for process in [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]:

@@ -175,7 +175,7 @@ def test_retract_and_swap_is_refused(engine: SglangEngine, server: Server, model
     assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
     body = {"model_path": str(models[1]), "weight_version": "7"}
     assert server.post("/update_weights_from_disk", body)[0] == 200
-    engine._names["7"] = 7  # as if this engine had loaded it: the retraction alone must be enough
+    engine._connected._names["7"] = 7  # as if this engine had loaded it: the retraction alone must be enough
     server.post("/continue_generation", {})
     thread.join(60)
     [error] = landed

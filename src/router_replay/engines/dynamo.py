@@ -12,17 +12,19 @@ This follows Dynamo's published contract; it was not run against a live Dynamo.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from router_replay import wire
+from router_replay.engines import checks
+from router_replay.engines.base import WeightSource
 from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
-from router_replay.engines.http_engine import Flight, HttpEngine
+from router_replay.engines.remote import Backend, BrokenError, Flight, Progress, RemoteEngine
 from router_replay.engines.stale import check_server
-from router_replay.engines.types import Capabilities, Completion, InFlight, Request
+from router_replay.engines.types import Capabilities, Completion, Request
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -31,7 +33,7 @@ _NO_FORCING = "Dynamo's completions carry no routes to the engine, so it cannot 
 _NO_WORKERS = "no workers= were given, so it can neither hold requests nor load weights"
 
 
-class DynamoEngine(HttpEngine):
+class DynamoEngine(RemoteEngine):
     """A client of one frontend. `model` is found out where the frontend serves one only.
 
     `api_key` is sent to the frontend and to the workers; `vocabulary` is the number of token ids, where it is known.
@@ -57,26 +59,54 @@ class DynamoEngine(HttpEngine):
         vocabulary: int | None = None,
         allow_zero_layers: bool = False,
     ) -> None:
-        self.spec = spec
-        self._model = model
-        self._worker_urls = list(workers)
-        self._settings = settings or {}
-        self._calls: dict[str, list[asyncio.Task[Completion]]] = {}
-        self._workers: list[Http] = []
-        super().__init__(url, version, timeout, api_key, vocabulary, allow_zero_layers)
+        given, seconds = checks.vocabulary(vocabulary), checks.seconds(timeout, "timeout")
 
-    async def _connect(self) -> None:
-        for url in self._worker_urls:  # one by one: a bad URL must not leave the others' connections open
-            self._workers.append(Http(url, self._timeout, "Dynamo worker", api_key=self._api_key))
-        check_server(self._settings, server=f"the workers of {self._http.url}")
+        async def connect() -> Backend:
+            backend = DynamoBackend(Http(url, seconds, self.server, api_key=api_key), spec, given)
+            return await backend.connect(
+                model, settings or {}, lambda worker: Http(worker, seconds, "Dynamo worker", api_key=api_key), workers
+            )
+
+        super().__init__(connect, version, allow_zero_layers=allow_zero_layers)
+
+
+class DynamoBackend(Backend):
+    """The calls of a Dynamo frontend and of its workers."""
+
+    def __init__(self, http: Http, spec: RouterSpec, vocabulary: int | None) -> None:
+        self._http = http
+        self.spec = spec
+        self.vocabulary = vocabulary
+        self._model: str | None = None
+        self._workers: list[Http] = []
+        self._calls: dict[str, list[asyncio.Task[Completion]]] = {}
+
+    async def connect(
+        self,
+        model: str | None,
+        settings: Mapping[str, Any],
+        to_worker: Callable[[str], Http],
+        workers: Sequence[str],
+    ) -> DynamoBackend:
+        """Find out what the frontend serves, or raise with the reason why it is of no use."""
+        try:
+            for url in workers:  # one by one: a bad URL must not leave the others' connections open
+                self._workers.append(to_worker(url))
+            check_server(settings, server=f"the workers of {self._http.url}")
+            await self._look(model)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _look(self, model: str | None) -> None:
         listed = await self._http.expect("GET", "/v1/models", repeat=True)
         try:
             served = [model["id"] for model in listed["data"]]
         except (KeyError, TypeError) as error:
             came = str(listed)[:200]
             raise EngineError(f"{self._http.url}/v1/models answered {came}. Is this Dynamo?") from error
-        if self._model is None and len(served) == 1:
-            self._model = served[0]
+        self._model = served[0] if model is None and len(served) == 1 else model
         if self._model not in served:
             raise EngineError(f"{self._http.url} serves {served}, not {self._model!r}: pass model=")
         lacks = [_NO_FORCING, *([] if self._workers else [_NO_WORKERS])]
@@ -86,7 +116,7 @@ class DynamoEngine(HttpEngine):
 
     # -- generating -----------------------------------------------------------------------------
 
-    async def _generate(self, flight: Flight) -> list[Completion]:
+    async def generate(self, flight: Flight) -> list[Completion]:
         """One call per sample: `nvext` holds the tokens and rows of one choice only."""
         assert self._model is not None
         calls = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
@@ -94,7 +124,7 @@ class DynamoEngine(HttpEngine):
         try:
             return await asyncio.gather(*calls)
         except asyncio.CancelledError:
-            if flight.stopped:  # by _stop below; what had been generated was never sent
+            if flight.stopped:  # by `stop` below; what had been generated was never sent
                 return Completion.nothing(flight.request, self.spec)
             raise
         finally:
@@ -111,7 +141,7 @@ class DynamoEngine(HttpEngine):
             raise refusal(f"{request.id}: {self._http.url}", status, answer)
         return completion_of(answer, request, index, self.spec, flight.version, self.vocabulary)
 
-    async def _stop(self, flights: Sequence[Flight]) -> None:
+    async def stop(self, flights: Sequence[Flight]) -> None:
         """Close the connections: the frontend then cancels the request in its worker."""
         for flight in flights:
             for call in self._calls.get(flight.names[0], []):
@@ -119,31 +149,30 @@ class DynamoEngine(HttpEngine):
 
     # -- holding and loading, at the workers ----------------------------------------------------
 
-    async def _hold(self) -> None:
+    async def hold(self, kept: Sequence[Flight]) -> None:
+        if kept and not self._workers:
+            raise EngineError(f"requests cannot be kept: {_NO_WORKERS}. Choose in_flight='abort' or 'wait'")
         # Without workers nothing is held: the requests of this engine have ended, and new ones wait at its gate.
         await self._tell("pause_generation", {"mode": "keep", "clear_cache": False})
 
-    async def _go(self) -> None:
+    async def go(self) -> None:
         await self._tell("resume_generation", {})
 
-    async def _settle(self, in_flight: InFlight) -> None:
-        if in_flight == "keep" and not self._workers and any(flight.started for flight in self._flights):
-            raise EngineError(f"requests cannot be kept: {_NO_WORKERS}. Choose in_flight='abort' or 'wait'")
-        await super()._settle(in_flight)
-
-    async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
+    async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
         if not self._workers:
             raise EngineError(f"weights cannot be loaded: {_NO_WORKERS}")
-        if any(flight.started for flight in self._flights):
+        if kept:
             raise EngineError(
                 "in_flight='keep' would mix two policies in one answer, and Dynamo does not say where the change lies: "
                 "choose 'abort' or 'wait'"
             )
         try:
-            await self._tell("update_weights_from_disk", {"model_path": source, "weight_version": str(version)})
+            await self._tell("update_weights_from_disk", {"model_path": str(source), "weight_version": str(version)})
         except EngineError as error:
-            self._broken = f"not every worker loaded {source}, so they may serve different weights: {error}"
-            raise EngineError(self._broken) from error
+            raise BrokenError(
+                f"not every worker loaded {source}, so they may serve different weights: {error}"
+            ) from error
+        return {}
 
     async def _tell(self, route: str, body: dict[str, Any]) -> None:
         """A worker can answer 200 and say in its JSON that it failed."""
@@ -154,8 +183,8 @@ class DynamoEngine(HttpEngine):
                 came = str(answer)[:300]
                 raise EngineError(f"{worker.url}/engine/{route} answered {came}, expected status 'ok'")
 
-    async def _close(self) -> None:
-        await asyncio.gather(super()._close(), *(worker.close() for worker in self._workers))
+    async def close(self) -> None:
+        await asyncio.gather(self._http.close(), *(worker.close() for worker in self._workers))
 
 
 def completions_body(request: Request, index: int, model: str, version: int) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from router_replay.engines.base import Engine
 from router_replay.engines.checks import vocabulary_of
+from router_replay.engines.environment import environment
 from router_replay.errors import ConfigError
 from router_replay.rl.config import TrainConfig
 from router_replay.spec import RouterSpec
@@ -64,7 +63,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         defaults: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
         defaults |= {"dtype": engine.dtype, "max_model_len": engine.max_length, "use_tqdm_on_load": False}
         arguments = {**defaults, **engine.arguments}
-        with _environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}):
+        with environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}, keep_existing=True):
             return VllmEngine(str(folder), version=version, **arguments)
     if engine.kind == "vllm_http":
         from router_replay.engines.vllm.http import VllmHttpEngine
@@ -93,15 +92,3 @@ def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:
         raise ConfigError(f"engine.api_key_env = {name!r}: this environment variable is not set, or empty")
     vocabulary = vocabulary_of(json.loads((folder / "config.json").read_text()))
     return {"vocabulary": vocabulary, **config.engine.arguments, "api_key": key}
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """For the processes that vLLM starts; ours keeps its own."""
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]

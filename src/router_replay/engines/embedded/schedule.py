@@ -18,8 +18,6 @@ from router_replay.engines.types import Completion, InFlight
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
-REMEMBERED = 4096  # requests that have landed, whose late abort is no mistake
-
 
 @dataclasses.dataclass(eq=False)
 class Barrier:
@@ -51,7 +49,6 @@ class Schedule:
         self._max_prefill_tokens = max_prefill_tokens
         self._flights: dict[Flight, None] = {}
         self._waiting: list[Sample] = []
-        self._remembered: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
 
     def join(self, *flights: Flight) -> None:
         if self.broken:
@@ -65,11 +62,7 @@ class Schedule:
             self._waiting += flight.samples
 
     def abort(self, wanted: Sequence[str] | None) -> list[Completion]:
-        """Land these requests as they are, or all."""
-        known = {flight.request.id for flight in self._flights}
-        unknown = [name for name in wanted or () if name not in known and name not in self._remembered]
-        if unknown:
-            raise EngineError(f"no request of this engine is called {', '.join(unknown)}: nothing was aborted")
+        """Land these requests as they are, or all. Names of nobody who is in flight are passed over."""
         return self._bring_down([flight for flight in self._flights if wanted is None or flight.request.id in wanted])
 
     def _bring_down(self, flights: Sequence[Flight]) -> list[Completion]:
@@ -125,7 +118,6 @@ class Schedule:
                 landed.append(flight)
         for flight in landed:
             del self._flights[flight]
-            self._remembered.append(flight.request.id)
         if landed:
             self._waiting = [sample for sample in self._waiting if not sample.flight.landed]
             self._runner.drop_landed()

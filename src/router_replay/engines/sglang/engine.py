@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
-from router_replay.engines.http import FIRST_PAUSE, answer_limit, message_of, parsed, printable, refusal
-from router_replay.engines.http_engine import Flight, HttpEngine
+from router_replay.engines.base import WeightSource
+from router_replay.engines.http import FIRST_PAUSE, Http, answer_limit, message_of, parsed, printable, refusal
 from router_replay.engines.prefill_decode import without_prompt_rows
+from router_replay.engines.remote import Backend, BrokenError, Flight, Progress, RemoteEngine
 from router_replay.engines.sglang.answers import completion_of
 from router_replay.engines.stale import Role, check_server
-from router_replay.engines.types import Capabilities, Completion, InFlight, Request
+from router_replay.engines.types import Capabilities, Completion, Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
@@ -34,7 +35,7 @@ _NO_CAPTURE = "the server was started without --enable-return-routed-experts"
 _NO_FORCING = "SGLang cannot be told which experts to use: it has no hook between its router and its kernels"
 
 
-class SglangEngine(HttpEngine):
+class SglangEngine(RemoteEngine):
     """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
 
     `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere;
@@ -57,21 +58,44 @@ class SglangEngine(HttpEngine):
         vocabulary: int | None = None,
         allow_zero_layers: bool = False,
     ) -> None:
-        self._given = spec
+        given, seconds = checks.vocabulary(vocabulary), checks.seconds(timeout, "timeout")
+
+        async def connect() -> Backend:
+            return await SglangBackend(Http(url, seconds, self.server, api_key=api_key), role, given).connect(
+                spec, self.version
+            )
+
+        super().__init__(connect, version, allow_zero_layers=allow_zero_layers)
+
+
+class SglangBackend(Backend):
+    """The calls of an SGLang server."""
+
+    def __init__(self, http: Http, role: Role, vocabulary: int | None) -> None:
+        self._http = http
         self._role = role
+        self.vocabulary = vocabulary
         self._names: dict[str, int] = {}  # the server's name of each policy version
         self._name = ""
         self._seeds = False
-        super().__init__(url, version, timeout, api_key, vocabulary, allow_zero_layers)
 
-    async def _connect(self) -> None:
+    async def connect(self, given: RouterSpec | None, version: int) -> SglangBackend:
+        """Find out what the server can do, or raise with the reason why it is of no use."""
+        try:
+            await self._look(given, version)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _look(self, given: RouterSpec | None, version: int) -> None:
         info = await self._info("/server_info", "/get_server_info")
         check_server(info, self._role, self._http.url)
         model = await self._info("/model_info", "/get_model_info")
-        self.spec, found = _model(model, self._given, self._http.url)
+        self.spec, found = _model(model, given, self._http.url)
         self.vocabulary = checks.same_vocabulary(self.vocabulary, found)
         self._name = str(model.get("weight_version") or "default")
-        self._names[self._name] = self.version
+        self._names[self._name] = version
         self._seeds = bool(info.get("enable_deterministic_inference"))
         captures = bool(info.get("enable_return_routed_experts"))
         lacks = [] if captures else [_NO_CAPTURE]
@@ -97,8 +121,7 @@ class SglangEngine(HttpEngine):
 
     # -- generating -----------------------------------------------------------------------------
 
-    def _checked(self, request: Request) -> Request:
-        request = super()._checked(request)
+    def refuse(self, request: Request) -> None:
         if request.sampling.seed is not None and not self._seeds:
             raise EngineError(
                 f"{request.id}: seed {request.sampling.seed}, but this server ignores seeds: start it with "
@@ -109,9 +132,8 @@ class SglangEngine(HttpEngine):
                 f"{request.id}: SGLang looks at no stop token where ignore_eos is set, so "
                 f"{request.sampling.stop_token_ids} would not end it: leave one of the two out"
             )
-        return request
 
-    async def _generate(self, flight: Flight) -> list[Completion]:
+    async def generate(self, flight: Flight) -> list[Completion]:
         samples = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
         try:
             return await asyncio.gather(*samples)
@@ -130,7 +152,7 @@ class SglangEngine(HttpEngine):
         completion = completion_of(answer, request, index, self.spec, flight.version, self._names, routes, vocabulary)
         return without_prompt_rows(completion, len(request.token_ids)) if self._role == "decode" else completion
 
-    async def _stop(self, flights: Sequence[Flight]) -> None:
+    async def stop(self, flights: Sequence[Flight]) -> None:
         names = [name for flight in flights for name in flight.names]
         await asyncio.gather(
             *(self._http.expect("POST", "/abort_request", {"rid": name}, repeat=True) for name in names)
@@ -138,35 +160,34 @@ class SglangEngine(HttpEngine):
 
     # -- holding and loading --------------------------------------------------------------------
 
-    async def _hold(self) -> None:
+    async def hold(self, kept: Sequence[Flight]) -> None:
         # Never "retract": after a weight swap the rows of what was retracted are not those that sampled its tokens.
         await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True, patient=True)
 
-    async def _go(self) -> None:
+    async def go(self) -> None:
         await self._http.expect("POST", "/continue_generation", {}, repeat=True, patient=True)
 
-    async def _load(self, source: str, version: int, in_flight: InFlight) -> None:
+    async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
         name = str(version) if str(version) not in self._names else f"{version}.{len(self._names)}"
-        kept = any(flight.started for flight in self._flights)
-        body = {"model_path": source, "weight_version": name, "flush_cache": not kept}
+        body = {"model_path": str(source), "weight_version": name, "flush_cache": not kept}
         try:
             status, raw = await self._http.request("POST", "/update_weights_from_disk", body, patient=True)
             answer = parsed(raw, f"{self._http.url}/update_weights_from_disk")
         except EngineError as error:
-            self._broken = f"no answer while loading {source}, what the server holds is unknown: {error}"
-            raise EngineError(self._broken) from error
+            raise BrokenError(f"no answer while loading {source}, what the server holds is unknown: {error}") from error
         text = str(answer.get("message", answer)) if isinstance(answer, dict) else str(answer)
         loaded = status == 200 and isinstance(answer, dict) and answer.get("success") is True
         if not loaded and NOT_FLUSHED not in text:
             problem = f"{self._http.url} did not load {source}: {text[:500]}"
             if not text.startswith(UNTOUCHED):
                 # Its roll-back reads the new folder again, so "rolled back" does not mean the old weights.
-                self._broken = f"{problem}. What it holds now is unknown: load weights anew into a fresh server"
-            raise EngineError(self._broken or problem)
+                raise BrokenError(f"{problem}. What it holds now is unknown: load weights anew into a fresh server")
+            raise EngineError(problem)
         if not loaded:
-            await self._finish(source, name)
+            await self._finish(str(source), name)
         self._names[name] = version
         self._name = name
+        return {}  # each answer says which weights sampled its tokens
 
     async def _finish(self, source: str, name: str) -> None:
         """The weights are the new ones: what fails from here on leaves a server that calls them by the old name."""
@@ -175,9 +196,10 @@ class SglangEngine(HttpEngine):
             # The refused flush made SGLang's front end keep the old name.
             body = {"new_version": name, "abort_all_requests": False}
             await self._http.expect("POST", "/update_weight_version", body, patient=True)
+        except BrokenError:
+            raise
         except EngineError as error:
-            self._broken = self._broken or f"{self._http.url} loaded {source}, but not its name and cache: {error}"
-            raise EngineError(self._broken) from error
+            raise BrokenError(f"{self._http.url} loaded {source}, but not its name and cache: {error}") from error
 
     async def _flush(self, source: str) -> None:
         """KV and rows of the old weights must go: SGLang answers that it loaded, but not flushed."""
@@ -189,11 +211,13 @@ class SglangEngine(HttpEngine):
             text = message_of(answer)
             await asyncio.sleep(pause)
             pause *= 2
-        self._broken = (
+        raise BrokenError(
             f"{self._http.url} loaded {source} but did not flush its cache in {FLUSHES} tries ({text.strip()}): "
             "requests of other clients hold KV of the old weights. End them, and load into a server of one's own"
         )
-        raise EngineError(self._broken)
+
+    async def close(self) -> None:
+        await self._http.close()
 
 
 def generate_body(request: Request, index: int, name: str, version: str, routes: bool) -> dict[str, Any]:

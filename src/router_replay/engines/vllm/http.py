@@ -17,10 +17,11 @@ import msgspec
 from router_replay import wire
 from router_replay.engines import checks
 from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
+from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
@@ -47,9 +48,10 @@ class VllmHttpEngine(VllmClient):
         vocabulary: int | None = None,
         allow_zero_layers: bool = False,
     ) -> None:
-        given = checks.vocabulary(vocabulary)
-        connecting = _connect(checked_url(url), spec, given, checks.seconds(timeout, "timeout"), api_key)
-        super().__init__(connecting, version, allow_zero_layers=allow_zero_layers)
+        given, address, seconds = checks.vocabulary(vocabulary), checked_url(url), checks.seconds(timeout, "timeout")
+        super().__init__(
+            lambda: _connect(address, spec, given, seconds, api_key), version, allow_zero_layers=allow_zero_layers
+        )
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -95,6 +97,7 @@ class _Report(msgspec.Struct):
     logprobs_mode: str
     config: str
     generation_config: str
+    active: bool = True
 
 
 class _Reports(msgspec.Struct):
@@ -123,36 +126,45 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
     if status in (401, 403):
         raise refusal(place, status, answer)
-    if status == 200:
-        reports = decoded(answer, _Reports, f"the answer of {place}").results
-        if not reports:
-            raise EngineError(f"{place} has the answer of no worker")
-        report = reports[0]
-        config = _settings(report.config, place)
-        capabilities = Capabilities(
-            routes=report.captures,
-            forced_routes=report.forced_routes,
-            start=True,
-            versions=True,
-            why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
-        )
-        try:
-            found = RouterSpec.from_config(config)
-            tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
-            stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-        except Exception as error:  # whatever a server may put there
-            raise EngineError(
-                f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
-            ) from error
-        if spec is not None and spec != found:
-            raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
-        return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
+    reason = "the plugin is not active on the server (ROUTER_REPLAY_VLLM=1, and router-replay installed there)"
     if status == 404:
         reason = (
             "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), so it can neither pause nor take weights"
         )
-    else:
-        reason = "the plugin is not active on the server (ROUTER_REPLAY_VLLM=1, and router-replay installed there)"
+    elif status == 200:
+        reports = decoded(answer, _Reports, f"the answer of {place}").results
+        if not reports:
+            raise EngineError(f"{place} has the answer of no worker")
+        if reports[0].active:
+            return _with_plugin(http, reports[0], spec, vocabulary)
+        reason = printable(reports[0].reason[:2000])
+    return await _without_plugin(http, spec, vocabulary, reason)
+
+
+def _with_plugin(http: Http, report: _Report, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
+    place = f"{http.url}/collective_rpc"
+    config = _settings(report.config, place)
+    capabilities = Capabilities(
+        routes=report.captures,
+        forced_routes=report.forced_routes,
+        start=True,
+        versions=True,
+        why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
+    )
+    try:
+        found = RouterSpec.from_config(config)
+        tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
+        stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
+    except Exception as error:  # whatever a server may put there
+        raise EngineError(
+            f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if spec is not None and spec != found:
+        raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
+    return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
+
+
+async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int | None, reason: str) -> Transport:
     if spec is None:
         raise EngineError(
             f"{reason}, and so it does not say what its model is: pass spec=RouterSpec.from_config(config), "

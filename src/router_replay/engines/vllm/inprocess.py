@@ -8,19 +8,21 @@ Further keyword arguments are vLLM's engine arguments.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
+from router_replay.engines.environment import environment
+from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight
 from router_replay.engines.vllm import plugin
 from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.repairs import signals
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
-from router_replay.engines.vllm.samples import Flight, Sample
+from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
@@ -42,8 +44,9 @@ class VllmEngine(VllmClient):
         allow_zero_layers: bool = False,
         **engine_arguments: Any,
     ) -> None:
-        start = _start(str(model), forced_routes, engine_arguments)
-        super().__init__(start, version, allow_zero_layers=allow_zero_layers)
+        super().__init__(
+            lambda: _start(str(model), forced_routes, engine_arguments), version, allow_zero_layers=allow_zero_layers
+        )
 
 
 async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
@@ -61,7 +64,10 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "generation_config": "vllm",  # a checkpoint's own sampling defaults must not change ours
     }
-    with _environment(forced_routes):
+    problems = seams.problems()
+    if problems:
+        raise EngineError(f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}")
+    with environment(_variables(forced_routes)):
         plugin.register()  # this process may have loaded vLLM's plugins before they were asked for
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -89,6 +95,8 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
             "Is router-replay installed in the worker's environment (an entry point needs an installed package), and "
             f"does VLLM_PLUGINS, where set, name router_replay? The worker said: {error}"
         ) from error
+    if not report.get("active", True):
+        raise EngineError(report["reason"])
     if forced_routes and not report["forced_routes"]:
         raise EngineError(
             f"this vLLM engine cannot force routes: {report['reason']}. Without that need, pass forced_routes=False"
@@ -102,21 +110,10 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     )
 
 
-@contextlib.contextmanager
-def _environment(forced_routes: bool) -> Iterator[None]:
-    """Ask for the plugin in the processes that vLLM starts, and leave our own environment as it was."""
+def _variables(forced_routes: bool) -> dict[str, str]:
+    """What asks for the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
-    wanted = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 class _InProcess(Transport):

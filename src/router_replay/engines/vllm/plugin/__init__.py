@@ -3,15 +3,17 @@
 vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
 variable ROUTER_REPLAY_VLLM it returns at once. With it, six things are supplied:
 
-    forced routing     rows that come with a request are the experts the engine uses       forcing.py, rules.py
+    forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
-                       cache is salted with the rows                                       frontend.py
-    worker calls       report (is the plugin active, and if not why), progress of each
-                       request, weights with the CPU repair                                worker.py, weights.py
-    weight transfer    the backend "router_replay" of vLLM's own calls for new weights     transfer.py
+                       cache is salted with the rows                                       routes/frontend.py
+    worker calls       report (is the plugin active, and if not why), and new weights
+                       with the CPU repair                                                 worker.py, weights/
+    weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
-                       together                                                            delivery.py
-    Ctrl-C             is left to the process that started the engine                      signals.py
+                       together                                                            routes/delivery.py
+    Ctrl-C             is left to the process that started the engine                      repairs/signals.py
+
+Every place of vLLM that this touches stands in `seams.py`, which is checked whole before anything is changed.
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
 routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
@@ -20,11 +22,14 @@ them, and gives the reason in its report.
 
 from __future__ import annotations
 
+import logging
 import os
+
+from router_replay.errors import EngineError
 
 ENVIRONMENT = "ROUTER_REPLAY_VLLM"
 REQUIRED, OBSERVE = "required", "observe"
-# Of --weight-transfer-config.
+# The name of our backend in vLLM's --weight-transfer-config.
 BACKEND = "router_replay"
 
 
@@ -33,10 +38,19 @@ def asked_for() -> bool:
 
 
 def register() -> None:
-    """vLLM's plugin entry point; calling it twice does no harm."""
+    """vLLM's plugin entry point; calling it twice does no harm.
+
+    All seams are checked first. Where one does not fit, nothing is patched, and the log says why.
+    """
     if not asked_for():
         return
     # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
+    from router_replay.engines.vllm.plugin import seams
+
+    problems = seams.problems()
+    if problems:
+        _refuse("; ".join(problems))
+        return
     from router_replay.engines.vllm.plugin import worker
     from router_replay.engines.vllm.plugin.repairs import signals
     from router_replay.engines.vllm.plugin.routes import delivery, frontend
@@ -45,3 +59,14 @@ def register() -> None:
     worker.install()
     delivery.install()
     signals.install()
+
+
+def _refuse(reason: str) -> None:
+    """Say it in the server's own log, and let a worker's report say it too."""
+    message = f"Router Replay is NOT active in this vLLM, nothing of it was changed: {reason}"
+    if os.environ.get(ENVIRONMENT) == REQUIRED:
+        raise EngineError(message)
+    logging.getLogger("vllm.router_replay").error(message)
+    from router_replay.engines.vllm.plugin.inactive import install
+
+    install(message)

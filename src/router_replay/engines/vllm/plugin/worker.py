@@ -1,6 +1,6 @@
 """What runs inside a vLLM worker: forced routing on its model, and the calls an engine of ours makes.
 
-vLLM gives a plugin no object to hang state on, so two methods of `Worker` are wrapped on the class and four are
+vLLM gives a plugin no object to hang state on, so two methods of `Worker` are wrapped on the class and three are
 added to it; all state lives on the worker's own attribute `router_replay`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from router_replay import __version__
-from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED
+from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, seams
 from router_replay.engines.vllm.plugin.repairs.seeds import HeldGenerators
 from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
@@ -30,6 +30,11 @@ class WorkerState:
 
     def __init__(self, worker: Any) -> None:
         runner = worker.model_runner
+        if not hasattr(runner, "_prepare_inputs"):
+            raise EngineError(
+                f"{type(runner).__module__}.{type(runner).__name__} has no _prepare_inputs, where forced rows and "
+                f"progress are noted: set VLLM_USE_V2_MODEL_RUNNER=0, or switch the plugin off ({ENVIRONMENT}=0)"
+            )
         self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
         self.rules: dict[str, int] = {}
@@ -50,8 +55,7 @@ class WorkerState:
                 raise
         on_cpu = getattr(getattr(runner, "device", None), "type", "") == "cpu"
         self._generators = HeldGenerators(runner) if on_cpu and hasattr(runner, "discard_request_mask") else None
-        if hasattr(runner, "_prepare_inputs"):
-            runner._prepare_inputs = self._watching(runner._prepare_inputs)
+        runner._prepare_inputs = self._watching(runner._prepare_inputs)
 
     def _watching(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -96,6 +100,7 @@ def report(worker: Any) -> dict[str, Any]:
     config = worker.model_runner.model_config
     return {
         "plugin": __version__,
+        "active": True,
         "forced_routes": state.forcing is not None,
         "reason": state.reason,
         "rules": state.rules,
@@ -106,6 +111,7 @@ def report(worker: Any) -> dict[str, Any]:
         "logprobs_mode": str(config.logprobs_mode),
         "config": json.dumps(config.hf_config.to_dict(), default=str),
         "generation_config": json.dumps(config.try_get_generation_config(), default=str),
+        "seams": seams.table(),
     }
 
 
@@ -117,11 +123,6 @@ def find_weights(worker: Any, source: str) -> dict[str, str]:
     except RouterReplayError as error:
         return {"reason": str(error)}
     return {"reason": ""}
-
-
-def progress(worker: Any) -> dict[str, int]:
-    state: WorkerState = worker.router_replay
-    return state.progress()
 
 
 def update_weights(worker: Any, source: str) -> dict[str, Any]:
@@ -141,36 +142,39 @@ def update_weights(worker: Any, source: str) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Wrap and add methods of Worker, and name our weight-transfer backend, once per process."""
+    """Wrap and add methods of Worker, and name our weight-transfer backend."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "router_replay_report"):
+    if hasattr(Worker, "router_replay_update_weights"):  # vLLM refuses a backend's name that it knows
         return
-    original_load, original_start = Worker.load_model, Worker.start_weight_update
-
-    @functools.wraps(original_load)
-    def load_model(self: Any, *arguments: Any, **more: Any) -> None:
-        original_load(self, *arguments, **more)
-        self.router_replay = WorkerState(self)
-        if _takes_ours(self):
-            self.weight_transfer_engine.loader = self.router_replay.weights
-
-    @functools.wraps(original_start)
-    def start_weight_update(self: Any, *arguments: Any, **more: Any) -> None:
-        # Ours touches nothing before the finish, so an update that failed in another worker need not bar a new one.
-        if _takes_ours(self):
-            self._weight_update_active = False
-        original_start(self, *arguments, **more)
-
-    Worker.load_model = load_model
-    Worker.start_weight_update = start_weight_update
+    seams.wrap(Worker, "load_model", _loading)
+    seams.wrap(Worker, "start_weight_update", _starting_an_update)
     Worker.router_replay_report = report
-    Worker.router_replay_progress = progress
     Worker.router_replay_find_weights = find_weights
     Worker.router_replay_update_weights = update_weights
     transfer = "router_replay.engines.vllm.plugin.weights.transfer"
     WeightTransferEngineFactory.register_engine(BACKEND, transfer, "RouterReplayTransfer")
+
+
+def _loading(original: Any) -> Any:
+    def load_model(self: Any, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
+        self.router_replay = WorkerState(self)
+        if _takes_ours(self):
+            self.weight_transfer_engine.loader = self.router_replay.weights
+
+    return load_model
+
+
+def _starting_an_update(original: Any) -> Any:
+    def start_weight_update(self: Any, *arguments: Any, **more: Any) -> None:
+        # Ours touches nothing before the finish, so an update that failed in another worker need not bar a new one.
+        if _takes_ours(self):
+            self._weight_update_active = False
+        original(self, *arguments, **more)
+
+    return start_weight_update
 
 
 def _takes_ours(worker: Any) -> bool:

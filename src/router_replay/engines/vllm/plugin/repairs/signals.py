@@ -6,11 +6,12 @@ that it wants to finish and save. The starter is told apart by an environment va
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
 from typing import Any
+
+from router_replay.engines.vllm.plugin import seams
 
 OWNER = "ROUTER_REPLAY_VLLM_OWNER"
 
@@ -23,17 +24,15 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     _ignore()
-    if getattr(EngineCoreProc.run_busy_loop, "router_replay", False):
-        return
-    original = EngineCoreProc.run_busy_loop
+    seams.wrap(EngineCoreProc, "run_busy_loop", _ignoring)
 
-    @functools.wraps(original)
+
+def _ignoring(original: Any) -> Any:
     def run_busy_loop(self: Any) -> Any:
         _ignore()
         return original(self)
 
-    run_busy_loop.router_replay = True  # type: ignore[attr-defined]
-    EngineCoreProc.run_busy_loop = run_busy_loop
+    return run_busy_loop
 
 
 def _ignore() -> None:

@@ -21,14 +21,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from router_replay.engines.vllm.versions import refuse_version
-from router_replay.errors import EngineError, RouterReplayError
+from router_replay.engines.environment import environment
+from router_replay.engines.vllm.plugin import seams
+from router_replay.errors import EngineError
 
 # In an engine core: the id of the process that reads its messages and takes packed rows apart, which is its parent.
 # Set to "0" by a user, all is left to vLLM.
@@ -60,33 +60,7 @@ def _reason_against(vllm_config: Any) -> str:
 
 @functools.cache
 def _unexpected() -> str:
-    """What of vLLM's inside is not as it was read, or nothing."""
-    import vllm
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine.core_client import MPClient
-    from vllm.v1.outputs import LogprobsLists
-
-    try:
-        refuse_version(vllm.__version__)
-    except RouterReplayError as error:
-        return str(error)
-    used = {
-        "EngineCoreOutput": (EngineCoreOutput.__struct_fields__, {"routed_experts", "new_token_ids", "new_logprobs"}),
-        "LogprobsLists": (LogprobsLists._fields, {*LOGPROBS, "cu_num_generated_tokens"}),
-        "MPClient": (inspect.signature(MPClient.__init__).parameters, {"vllm_config", "client_addresses"}),
-        "Scheduler.update_from_output": (
-            Scheduler.update_from_output.__code__.co_names,
-            {"_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"},
-        ),
-        "Scheduler._update_after_schedule": (
-            Scheduler._update_after_schedule.__code__.co_names,
-            {"_re_block_ids", "enable_return_routed_experts"},
-        ),
-    }
-    return "; ".join(
-        f"{name} of this vLLM knows no {lost}" for name, (found, names) in used.items() if (lost := names - set(found))
-    )
+    return "; ".join(seams.problems("delivery"))
 
 
 # -- the engine core --------------------------------------------------------------------------------
@@ -232,45 +206,34 @@ def _unpacking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decode
 
 
-@contextmanager
-def _asked_for() -> Iterator[None]:
-    """In the environment of the engine core that is started inside the block."""
-    before = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = str(os.getpid())
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ENVIRONMENT]
-        else:
-            os.environ[ENVIRONMENT] = before
-
-
 def install() -> None:
-    """Wrap the making of clients and of schedulers, once per process; objects that are not ours to change stay."""
+    """Wrap the making of clients and of schedulers; objects that are not ours to change stay."""
+    if _unexpected():
+        return
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core_client import MPClient
 
-    if getattr(MPClient.__init__, "router_replay", False):
-        return
-    make_client, make_scheduler = MPClient.__init__, Scheduler.__init__
+    seams.wrap(MPClient, "__init__", _reading)
+    seams.wrap(Scheduler, "__init__", _packing)
 
-    @functools.wraps(make_client)
+
+def _reading(make_client: Any) -> Any:
     def client(self: Any, *arguments: Any, **more: Any) -> None:
         given = inspect.signature(make_client).bind(self, *arguments, **more).arguments
         # With addresses somebody else started the engine core, for more readers than this one.
         if given.get("client_addresses") or _reason_against(given["vllm_config"]):
             make_client(self, *arguments, **more)
             return
-        with _asked_for():
+        with environment({ENVIRONMENT: str(os.getpid())}):  # of the engine core that is started here
             make_client(self, *arguments, **more)
         self.decoder.decode = _unpacking(self.decoder.decode)
 
-    @functools.wraps(make_scheduler)
+    return client
+
+
+def _packing(make_scheduler: Any) -> Any:
     def scheduler(self: Any, *arguments: Any, **more: Any) -> None:
         make_scheduler(self, *arguments, **more)
         _attach(self)
 
-    client.router_replay = True  # type: ignore[attr-defined]
-    MPClient.__init__ = client
-    Scheduler.__init__ = scheduler
+    return scheduler

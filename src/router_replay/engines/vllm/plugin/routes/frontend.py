@@ -6,12 +6,12 @@ prefix cache knows tokens only, so KV made under forced rows gets a salt of its 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import xxhash
 
 from router_replay import wire
+from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.requests import EXTRA_ARGUMENT, routes_of, rows_given
 from router_replay.errors import RouterReplayError
 from router_replay.spec import RouterSpec
@@ -50,18 +50,16 @@ def _spec_of(processor: Any) -> RouterSpec:
 
 
 def install() -> None:
-    """Wrap InputProcessor.process_inputs once per process: vLLM has no hook where a plugin may check a request."""
+    """Wrap InputProcessor.process_inputs: vLLM has no hook where a plugin may check a request."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    if getattr(InputProcessor.process_inputs, "router_replay", False):
-        return
-    original = InputProcessor.process_inputs
+    seams.wrap(InputProcessor, "process_inputs", _checking)
 
-    @functools.wraps(original)
+
+def _checking(original: Any) -> Any:
     def process_inputs(self: Any, *arguments: Any, **more: Any) -> Any:
         request = original(self, *arguments, **more)
         check_and_salt(self, request)
         return request
 
-    process_inputs.router_replay = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs
+    return process_inputs

@@ -1,0 +1,23 @@
+"""Environment variables for the processes that are started inside a block; afterwards our own are as they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def environment(values: Mapping[str, str], *, keep_existing: bool = False) -> Iterator[None]:
+    """Set these variables inside the block. With `keep_existing`, those that are set already stay as they are."""
+    wanted = {name: value for name, value in values.items() if not (keep_existing and name in os.environ)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

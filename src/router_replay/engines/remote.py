@@ -1,0 +1,470 @@
+"""The one machine that keeps requests in flight: submit, abort, pause, resume and update over a small Backend.
+
+A Backend is what an engine behind a connection can do: generate, stop, hold, go, load. All else stands here, once for
+vLLM, SGLang and Dynamo. It runs on one event loop in a thread of its own, so `submit` may be awaited in any loop and
+the blocking calls may come from any thread.
+
+Pauses, updates and resumes pass one after the other, in the order of their calls. Each settles the requests that were
+submitted before it: they are aborted, waited for, or kept. A request that is submitted later starts when the engine
+goes on, so no request starts under two versions.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from router_replay.engines import checks
+from router_replay.engines.base import Engine, WeightSource, check_in_flight
+from router_replay.engines.capture_watch import CaptureWatch
+from router_replay.engines.http import printable
+from router_replay.engines.types import Capabilities, Completion, InFlight, Request
+from router_replay.errors import EngineError, RouterReplayError
+from router_replay.spec import RouterSpec
+
+ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the engine, so it is sent again
+LONGEST_ERROR = 4000  # characters: its words may be a server's
+T = TypeVar("T")
+Progress = Mapping[str, Mapping[int, int]]  # rows computed, by the name of a flight and the index of its sample
+
+
+class BrokenError(EngineError):
+    """Raised by `Backend.load` where nobody knows any more which weights the engine holds."""
+
+
+class Flight:
+    """A request on its way: its names at the server, one per sample, and which version computed which of its rows.
+
+    The versions are spans: [(0, 3), (41, 4)] says that rows 0 to 40 were computed by version 3, and rows from 41 on by
+    version 4.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        # Random and of one length: SGLang aborts every request whose name begins with the one that it is given.
+        self.names = [f"rr-{uuid.uuid4().hex}" for _ in range(request.sampling.n)]
+        self.salt = ""  # keeps KV of other weights apart, where a server has a prefix cache with salts
+        self.version = 0  # the policy that it started under
+        self.started = False
+        self.stopped = False  # aborted, perhaps before it started
+        self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self.work: asyncio.Future[list[Completion]] | None = None
+        self._spans: list[list[tuple[int, int]]] = []
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def start(self, version: int) -> None:
+        self.started, self.version = True, version
+        self._spans = [[(0, version)] for _ in range(self.request.sampling.n)]
+
+    def swap(self, computed: Mapping[int, int], version: int) -> None:
+        """The weights change: `computed[index]` rows of sample `index` exist; what is not there did not start."""
+        for index, spans in enumerate(self._spans):
+            first = computed.get(index, 0)
+            self._spans[index] = [span for span in spans if span[0] < first] + [(first, version)]
+
+    def row_versions(self, index: int, rows: int) -> np.ndarray:
+        versions = np.zeros(rows, np.int64)
+        for first, version in self._spans[index]:
+            versions[first:] = version
+        return versions
+
+
+class Backend(abc.ABC):
+    """An engine behind a connection. Called on the loop of its RemoteEngine only."""
+
+    spec: RouterSpec
+    capabilities: Capabilities
+    vocabulary: int | None = None
+    ends_while_held = False
+    """Whether an abort reaches requests of an engine that is held."""
+
+    @abc.abstractmethod
+    async def generate(self, flight: Flight) -> list[Completion]:
+        """All samples of a request. After a `stop`, what there is."""
+
+    @abc.abstractmethod
+    async def stop(self, flights: Sequence[Flight]) -> None:
+        """Ask the engine to end these; called again for those that are still there."""
+
+    @abc.abstractmethod
+    async def hold(self, kept: Sequence[Flight]) -> None:
+        """Stop computing. EngineError where the requests that are kept cannot be."""
+
+    @abc.abstractmethod
+    async def go(self) -> None:
+        """Go on computing."""
+
+    @abc.abstractmethod
+    async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
+        """Load weights into the held engine; returns how far each kept request was.
+
+        EngineError: the old weights are still there. BrokenError: nobody knows.
+        """
+
+    async def find(self, source: WeightSource) -> None:  # noqa: B027  most engines find out by loading
+        """Refuse weights that cannot be loaded, before a request is touched."""
+
+    def refuse(self, request: Request) -> None:  # noqa: B027  most refuse nothing
+        """Refuse what this engine alone cannot do; the request is checked otherwise."""
+
+    def dead(self) -> bool:
+        """Whether calls may wait for an answer that never comes."""
+        return False
+
+    @abc.abstractmethod
+    async def close(self) -> None: ...
+
+
+class RemoteEngine(Engine):
+    """The protocol over a Backend, which `connect` makes on the engine's own loop, or raises."""
+
+    server = "HTTP"
+    """What stands behind the connection, in errors."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Coroutine[Any, Any, Backend]],
+        version: int = 0,
+        *,
+        allow_zero_layers: bool = False,
+    ) -> None:
+        self.version = checks.version(version)
+        self._capture_watch = CaptureWatch(allow_zero_layers)
+        self._closed = False
+        self._tasks: dict[str, asyncio.Task[Any] | None] = {}
+        self._flights: list[Flight] = []
+        self._waiting: Collection[Flight] = ()  # may start although the gate is shut: somebody waits for their end
+        self._pending = 0  # pauses and updates that were called and are not through
+        self._paused = False  # by the caller
+        self._held = False  # the engine itself does not compute
+        self._broken = ""
+        self._backend: Backend | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"router-replay-{self.server}", daemon=True)
+        self._thread.start()
+        try:
+            self._backend = self._wait(self._connect(connect))
+        except BaseException:
+            self._stop_loop()
+            raise
+        self.spec, self.capabilities = self._backend.spec, self._backend.capabilities
+        self.vocabulary = self._backend.vocabulary
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> list[Completion]:
+        self._refuse_closed()
+        request = self._checked(request)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        names = checks.request_ids(request_ids)
+        return self._wait(self._abort(None if names is None else set(names)))
+
+    def pause(self, in_flight: InFlight = "keep") -> None:
+        self._wait(self._pause(check_in_flight(in_flight)))
+
+    def resume(self) -> None:
+        self._wait(self._resume())
+
+    def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
+        source = self._source(source)
+        self._wait(self._update(source, checks.version(version), check_in_flight(in_flight)))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        finally:
+            self._stop_loop()
+
+    def _source(self, source: WeightSource) -> WeightSource:
+        """The weights as the backend takes them, or EngineError."""
+        return checks.folder(source)
+
+    def _checked(self, request: Request) -> Request:
+        request = super()._checked(request)
+        self._connected.refuse(request)
+        return request
+
+    # -- on the loop: requests ------------------------------------------------------------------
+
+    async def _connect(self, connect: Callable[[], Coroutine[Any, Any, Backend]]) -> Backend:
+        self._turn = asyncio.Lock()  # pauses, updates, resumes: one after the other
+        self._exclusive = asyncio.Lock()  # the engine is held, let go or loaded by one of them only
+        self._gate = asyncio.Condition()
+        return await connect()
+
+    @property
+    def _connected(self) -> Backend:
+        if self._backend is None:
+            raise EngineError("this engine is not connected")
+        return self._backend
+
+    @property
+    def _open(self) -> bool:
+        """Whether requests start."""
+        return not self._paused and not self._pending
+
+    async def _alone(self, request: Request) -> list[Completion]:
+        """Two requests of one name could not be told apart, by an abort or by who reads their completions."""
+        other = self._tasks.get(request.id)
+        if other is not None and not other.cancelling():
+            raise EngineError(f"{request.id}: a request of this id is in flight; give each an id of its own")
+        task = self._tasks[request.id] = asyncio.current_task()
+        try:
+            return await self._fly(Flight(request))
+        finally:
+            if self._tasks.get(request.id) is task:
+                del self._tasks[request.id]
+
+    async def _fly(self, flight: Flight) -> list[Completion]:
+        self._flights.append(flight)
+        try:
+            completions = await self._completions(flight)
+        except BaseException as error:
+            raise self._fail(flight, error)  # noqa: B904  which has its cause
+        else:
+            if not flight.done.done():  # a close ends it early
+                flight.done.set_result(completions)
+            return completions
+        finally:
+            self._flights.remove(flight)
+
+    async def _completions(self, flight: Flight) -> list[Completion]:
+        async with self._gate:
+            await self._gate.wait_for(lambda: self._open or flight.stopped or flight in self._waiting)
+        self._refuse_broken()
+        if flight.stopped:
+            return Completion.nothing(flight.request, self.spec)
+        flight.start(self.version)
+        flight.work = asyncio.ensure_future(self._connected.generate(flight))
+        try:
+            completions = await flight.work
+        finally:
+            flight.work.cancel()
+        self._refuse_broken()  # broke meanwhile: nobody knows what these were sampled from
+        if len(completions) != flight.request.sampling.n:
+            asked = flight.request.sampling.n
+            raise EngineError(f"{flight.request.id}: asked for {asked} samples, got {len(completions)}")
+        self._capture_watch.check(completions, self.spec)
+        return completions
+
+    def _fail(self, flight: Flight, error: BaseException) -> BaseException:
+        """What the caller of a request is told that failed; `done` tells it to an abort that waits for the same.
+
+        To an abort, a request whose caller has gone is nothing.
+        """
+        request, failure = flight.request, error
+        if isinstance(error, asyncio.CancelledError) and self._closed:
+            failure = EngineError(f"{request.id}: the engine was closed before the answer came")
+        elif isinstance(error, asyncio.CancelledError) and self._broken:
+            failure = EngineError(self._broken)
+        elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
+            cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
+            failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
+        failure = _fit_to_print(failure)
+        if failure is not error:
+            failure.__cause__ = error
+        if isinstance(failure, asyncio.CancelledError) and not flight.done.done():
+            flight.done.set_result([])
+        elif not flight.done.done():
+            flight.done.set_exception(failure)
+            flight.done.exception()  # looked at: a request that failed need not be awaited by anybody else
+        return failure
+
+    # -- on the loop: aborts, pauses, updates ---------------------------------------------------
+
+    async def _abort(self, wanted: set[str] | None) -> list[Completion]:
+        chosen = [flight for flight in self._flights if wanted is None or flight.request.id in wanted]
+        await self._end(chosen)
+        landed = await asyncio.gather(*(flight.done for flight in chosen))
+        return [completion for completions in landed for completion in completions]
+
+    async def _end(self, flights: Sequence[Flight]) -> None:
+        """Abort these. Those at the gate end at once; the others need an engine that is not being loaded."""
+        for flight in flights:
+            flight.stopped = True
+        await self._notify()
+        if any(flight.started for flight in flights):
+            async with self._exclusive:
+                awake = self._held and not self._connected.ends_while_held
+                if awake:
+                    await self._release()
+                try:
+                    await self._bring_down(flights)
+                finally:
+                    if awake:
+                        await self._seize()
+
+    async def _bring_down(self, flights: Sequence[Flight]) -> None:
+        seconds = 0.05
+        for _ in range(ABORT_ROUNDS):
+            running = [flight for flight in flights if not flight.done.done()]
+            if not running:
+                return
+            started = [flight for flight in running if flight.started]
+            if started:
+                await self._connected.stop(started)
+            await asyncio.wait([flight.done for flight in running], timeout=seconds)
+            seconds = min(1.0, seconds * 1.5)
+        left = [flight.request.id for flight in flights if not flight.done.done()]
+        if left:
+            raise EngineError(f"{self.server} was told to end {left[:8]} {ABORT_ROUNDS} times and did not")
+
+    async def _pause(self, in_flight: InFlight) -> None:
+        async with self._settled(in_flight):
+            await self._seize()
+            self._paused = True
+
+    async def _resume(self) -> None:
+        async with self._turn, self._exclusive:
+            await self._release()
+            self._paused = False
+        await self._notify()
+
+    async def _update(self, source: WeightSource, version: int, in_flight: InFlight) -> None:
+        self._refuse_broken()
+        await self._connected.find(source)
+        async with self._settled(in_flight):
+            self._refuse_broken()
+            try:
+                await self._seize()
+                await self._load(source, version)
+            finally:
+                if not self._paused:  # also after a failure: what was kept would hang, and others share a server
+                    with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
+                        await self._release()
+
+    async def _load(self, source: WeightSource, version: int) -> None:
+        kept = self._kept()
+        try:
+            progress = await self._connected.load(source, version, kept)
+            for flight in kept:
+                flight.swap(progress.get(flight.name, {}), version)
+        except BrokenError as error:
+            self._broken = str(error)
+            for flight in kept:
+                if flight.work is not None:
+                    flight.work.cancel()
+            raise EngineError(self._broken) from error
+        self.version = version
+
+    @contextlib.asynccontextmanager
+    async def _settled(self, in_flight: InFlight) -> AsyncIterator[None]:
+        """Nothing starts, nobody else pauses or loads, and what came before was ended, waited for, or kept as asked."""
+        before = list(self._flights)
+        self._pending += 1
+        try:
+            async with self._turn:
+                await self._settle([flight for flight in before if not flight.done.done()], in_flight)
+                async with self._exclusive:
+                    yield
+        finally:
+            self._pending -= 1
+            await self._notify()
+
+    async def _settle(self, flights: Sequence[Flight], in_flight: InFlight) -> None:
+        if in_flight == "abort":
+            await self._end(flights)
+            await asyncio.wait([flight.done for flight in flights]) if flights else None
+        elif in_flight == "wait" and flights:
+            if self._paused:
+                raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
+            self._waiting = flights
+            await self._notify()
+            try:
+                await asyncio.wait([flight.done for flight in flights])
+            finally:
+                self._waiting = ()
+
+    def _kept(self) -> list[Flight]:
+        return [flight for flight in self._flights if flight.started and not flight.done.done()]
+
+    async def _seize(self) -> None:
+        if not self._held:
+            await self._connected.hold(self._kept())
+            self._held = True
+
+    async def _release(self) -> None:
+        if self._held:
+            await self._connected.go()
+            self._held = False
+
+    async def _notify(self) -> None:
+        async with self._gate:
+            self._gate.notify_all()
+
+    async def _close(self) -> None:
+        for flight in list(self._flights):
+            flight.done.cancel()
+        await self._connected.close()
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            self._refuse_closed()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while not concurrent.futures.wait([future], timeout=1.0).done:
+                if self._backend is not None and self._backend.dead():
+                    future.cancel()
+                    raise EngineError(f"{self.server} died before it answered; start the engine anew")
+            return future.result()
+        except RouterReplayError as error:
+            shown = _fit_to_print(error)
+            if shown is error:
+                raise
+            raise shown from error
+        except concurrent.futures.CancelledError as error:
+            raise EngineError("the engine was closed meanwhile") from error
+        except Exception as error:
+            raise _fit_to_print(EngineError(f"{self.server} failed: {type(error).__name__}: {error}")) from error
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise EngineError(self._broken)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError("this engine was closed")
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+
+def _fit_to_print(error: BaseException) -> BaseException:
+    """The error itself, or one that does not fill the screen or send commands to a terminal."""
+    if not isinstance(error, RouterReplayError):
+        return error
+    text = printable(str(error))
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    return error if text == str(error) else EngineError(text)

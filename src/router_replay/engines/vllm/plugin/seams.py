@@ -1,0 +1,191 @@
+"""Every place where the plugin touches vLLM, in one table.
+
+`register` checks the whole table before it changes anything: where one seam of the core does not look as it must,
+nothing is patched. The seams of delivery are a part of their own, since vLLM can do without it: where one of them does
+not fit, rows leave the engine core as vLLM sends them. `report()["seams"]` of an engine prints the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from router_replay.engines.vllm import versions
+from router_replay.errors import RouterReplayError
+
+Part = Literal["core", "delivery"]
+Use = Literal["wrapped", "wrapped on the object", "called", "read"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One thing of vLLM that the plugin relies on.
+
+    `owner` is "module:Class" or "module", `name` an attribute of it (empty: the owner itself). `looks` are the
+    parameters, fields, or names used in the code that must be there.
+    """
+
+    owner: str
+    name: str
+    use: Use
+    why: str
+    looks: tuple[str, ...] = ()
+    part: Part = "core"
+
+    def problem(self) -> str:
+        """What is not as it must be; empty where all is."""
+        place = f"{self.owner}.{self.name}".rstrip(".")
+        try:
+            owner = _resolve(self.owner)
+        except (ImportError, AttributeError) as error:
+            return f"{self.owner} is not there ({error})"
+        if self.name and not hasattr(owner, self.name):
+            return f"{place} is not there"
+        found = _names_of(getattr(owner, self.name) if self.name else owner)
+        lost = [name for name in self.looks if name not in found]
+        return f"{place} knows no {', '.join(lost)}" if lost else ""
+
+
+_INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_ROUTERS = "vllm.model_executor.layers.fused_moe.router"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(_INPUTS, "process_inputs", "wrapped", "bad forced rows are refused, and the prefix cache is salted"),
+    Seam("vllm.exceptions:VLLMValidationError", "", "called", "the error that servers answer with HTTP 400"),
+    Seam(_WORKER, "load_model", "wrapped", "forcing is installed when the model is there"),
+    Seam(_WORKER, "start_weight_update", "wrapped", "an update that failed elsewhere does not bar the next"),
+    Seam(_RUNNER, "reload_weights", "called", "new weights in place", ("weights_iterator",)),
+    Seam(
+        _RUNNER,
+        "_prepare_inputs",
+        "wrapped on the object",
+        "forced rows are written, and progress is noted, before each pass",
+        ("scheduler_output", "num_scheduled_tokens"),
+    ),
+    Seam(
+        f"{_ROUTERS}.base_router:BaseRouter",
+        "_compute_routing",
+        "wrapped on the object",
+        "forced rows take the place of a router's choice",
+        ("hidden_states", "router_logits", "indices_type"),
+    ),
+    Seam(f"{_ROUTERS}.zero_expert_router:ZeroExpertRouter", "", "read", "routers of this class are refused"),
+    Seam(f"{_RELOAD}.layerwise", "get_layerwise_info", "called", "weights are checked without touching one"),
+    Seam(f"{_RELOAD}.layerwise", "_get_original_loader", "called", "weights are checked without touching one"),
+    Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", "weights are checked without touching one"),
+    Seam(f"{_RELOAD}.meta", "get_numel_loaded", "called", "weights are checked without touching one"),
+    Seam(f"{_RELOAD}.meta", "to_meta_tensor", "called", "weights are checked without touching one"),
+    Seam(
+        "vllm.distributed.weight_transfer:WeightTransferEngineFactory",
+        "register_engine",
+        "called",
+        "the weight-transfer backend router_replay",
+    ),
+    Seam("vllm.v1.engine.core:EngineCoreProc", "run_busy_loop", "wrapped", "Ctrl-C is left to the engine's owner"),
+    Seam(
+        "vllm.v1.engine.core_client:MPClient",
+        "__init__",
+        "wrapped",
+        "packed rows are taken apart where messages are read",
+        ("vllm_config", "client_addresses"),
+        "delivery",
+    ),
+    Seam(_SCHEDULER, "__init__", "wrapped", "rows of a step are packed", (), "delivery"),
+    Seam(
+        _SCHEDULER,
+        "update_from_output",
+        "wrapped on the object",
+        "rows and log-probs of a step leave together",
+        ("_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"),
+        "delivery",
+    ),
+    Seam(
+        _SCHEDULER,
+        "_update_after_schedule",
+        "wrapped on the object",
+        "only the blocks of prompts are listed",
+        ("_re_block_ids", "enable_return_routed_experts"),
+        "delivery",
+    ),
+    Seam(
+        "vllm.v1.engine:EngineCoreOutput",
+        "",
+        "read",
+        "carries the packed rows",
+        ("routed_experts", "new_token_ids", "new_logprobs"),
+        "delivery",
+    ),
+    Seam(
+        "vllm.v1.outputs:LogprobsLists",
+        "",
+        "read",
+        "carries the packed log-probs",
+        ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens"),
+        "delivery",
+    ),
+)
+
+
+def problems(part: Part = "core") -> list[str]:
+    """Why this part cannot be installed into this vLLM; empty where it can."""
+    import vllm
+
+    found = []
+    try:
+        versions.refuse_version(vllm.__version__)
+    except RouterReplayError as error:
+        found.append(str(error))
+    return found + [problem for seam in SEAMS if seam.part == part and (problem := seam.problem())]
+
+
+def table() -> list[dict[str, str]]:
+    """The seams for `report()`, each with what is wrong with it."""
+    return [
+        {
+            "owner": seam.owner,
+            "name": seam.name,
+            "use": seam.use,
+            "why": seam.why,
+            "part": seam.part,
+            "tested": versions.TESTED,
+            "problem": seam.problem(),
+        }
+        for seam in SEAMS
+    ]
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `make(original)` in the place of a method, once per process."""
+    original = getattr(owner, name)
+    if getattr(original, "router_replay", False):
+        return
+    replacement: Any = functools.wraps(original)(make(original))
+    replacement.router_replay = True
+    setattr(owner, name, replacement)
+
+
+def _resolve(owner: str) -> Any:
+    module, _, name = owner.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _names_of(target: Any) -> set[str]:
+    """Parameters and names in the code of a function; the fields of a struct or a named tuple."""
+    return set(_names(target))
+
+
+def _names(target: Any) -> Iterator[str]:
+    yield from getattr(target, "__struct_fields__", ())
+    yield from getattr(target, "_fields", ())
+    if inspect.isroutine(target):
+        yield from inspect.signature(target).parameters
+        yield from getattr(getattr(inspect.unwrap(target), "__code__", None), "co_names", ())
