@@ -226,6 +226,10 @@ class Routes:
         return all(self._captured.values)
 
     @property
+    def any_captured(self) -> bool:
+        return any(self._captured.values)
+
+    @property
     def first_missing(self) -> int:
         """The first row that is not captured; len(self) where all are."""
         return len(self) if self.all_captured else self._captured.spans(False)[0][0]

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.checkpoint_calls import surrounding_checkpoints
 from router_replay.replay.opener import Opener
+from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 CANNOT_PROVE = (
@@ -49,6 +51,25 @@ class Plan:
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a number would be burnt into the graph
 
+    @classmethod
+    def of(cls, rows: Routes | TensorRoutes, device: Any, *, agreement: bool, start: int) -> Plan:
+        """The plan for rows that fit the model. Rows on the host go to `device`, others stay where they are."""
+        replayed = len(rows) if rows.all_captured else rows.captured.sum()  # a tensor's sum is not read here
+        replayed = int(replayed) if isinstance(rows, Routes) else replayed
+        tensors = TensorRoutes.from_routes(rows, device) if isinstance(rows, Routes) else rows
+        where = tensors.device
+        return cls(
+            ids_TLK=tensors.ids,
+            live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
+            spec=rows.spec,
+            rows_replayed=replayed,
+            rows_live=len(rows) - replayed,
+            start=start,
+            from_host=isinstance(rows, Routes),
+            agree_L=torch.zeros(len(rows.spec.layers), dtype=torch.int64, device=where) if agreement else None,
+            compiled_passes=torch.zeros((), dtype=torch.int64, device=where),
+        )
+
     def __len__(self) -> int:
         return self.ids_TLK.shape[0]
 
@@ -61,6 +82,15 @@ class Plan:
     def column(self, index: int) -> Tensor:
         """The ids of one routed layer, widened here and nowhere else: [T, K] int64."""
         return self.ids_TLK[:, index].long()
+
+    def count_agreement(self, index: int, live_TK: Tensor | None) -> None:
+        """Add to the layer's count on the device; nothing is read back until somebody asks for the stats."""
+        if self.agree_L is None or live_TK is None:
+            return
+        same_T = (self.column(index).unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
+        if self.live_T1 is not None:
+            same_T = same_T & ~self.live_T1.reshape(-1)
+        self.agree_L[index] += same_T.sum()
 
 
 class Recording:
