@@ -98,7 +98,7 @@ class Recording:
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
-        self.dtype = torch.uint8 if spec.num_experts <= 256 else torch.uint16
+        self.dtype = getattr(torch, spec.dtype.name)
         self.pieces: list[list[Tensor]] = [[] for _ in spec.layers]
 
     def add(self, column: int, chosen_TK: Tensor) -> None:
