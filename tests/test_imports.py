@@ -7,6 +7,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -151,6 +152,25 @@ def test_the_public_names_resolve() -> None:
         assert getattr(router_replay, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         router_replay.nothing  # noqa: B018
+
+
+def names_for_the_type_checker() -> set[str]:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def test_the_three_lists_of_public_names_agree() -> None:
+    """What is advertised, what is loaded on first use, and what a type checker sees."""
+    loaded = {*router_replay._HOMES, *router_replay._MODULES}
+    assert set(router_replay.__all__) == loaded == names_for_the_type_checker()
+
+
+def test_the_version_is_written_once() -> None:
+    project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "router_replay.__version__"}
 
 
 def test_the_package_itself_loads_nothing_heavy() -> None:

@@ -191,11 +191,11 @@ def test_a_step_or_a_number_is_refused() -> None:
 def test_sets_do_not_care_for_order_but_equality_does(seed: int) -> None:
     routes = random_routes(6, WIDE, seed)
     turned = Routes(routes.ids[..., ::-1], WIDE)
-    assert routes.same_sets(turned)
+    assert routes.same_sets(turned) is True
     assert routes != turned
     changed = routes.ids.copy()
     changed[3, 1, 2] = next(e for e in range(512) if e not in changed[3, 1])
-    assert not routes.same_sets(Routes(changed, WIDE))
+    assert routes.same_sets(Routes(changed, WIDE)) is False
 
 
 @given(st.integers(0, 1000))

@@ -9,38 +9,48 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it
 
 _HOMES = {
     "RouterSpec": "router_replay.spec",
     "Routes": "router_replay.routes",
     "Trajectory": "router_replay.stitch",
+    "Batch": "router_replay.batch",
     "Sample": "router_replay.batch",
     "pack": "router_replay.batch",
     "RouterReplay": "router_replay.replay",
+    "Ulysses": "router_replay.forward",
     "logprobs": "router_replay.forward",
     "RouterReplayError": "router_replay.errors",
 }
-_MODULES = ("wire", "measure")
+_MODULES = ("engines", "measure", "wire")
 
 __all__ = [
+    "Batch",
     "RouterReplay",
     "RouterReplayError",
     "RouterSpec",
     "Routes",
     "Sample",
     "Trajectory",
+    "Ulysses",
+    "engines",
+    "logprobs",
     "measure",
     "pack",
     "wire",
 ]
 
 if TYPE_CHECKING:
+    from router_replay import engines as engines
     from router_replay import measure as measure
     from router_replay import wire as wire
+    from router_replay.batch import Batch as Batch
     from router_replay.batch import Sample as Sample
     from router_replay.batch import pack as pack
     from router_replay.errors import RouterReplayError as RouterReplayError
+    from router_replay.forward.logprobs import logprobs as logprobs
+    from router_replay.forward.ulysses import Ulysses as Ulysses
     from router_replay.replay import RouterReplay as RouterReplay
     from router_replay.routes import Routes as Routes
     from router_replay.spec import RouterSpec as RouterSpec

@@ -4,6 +4,8 @@ Each message says what was expected, what came, where (layer, row, sample, field
 Errors about input are also ValueError, so `except ValueError` in a user's code keeps working.
 """
 
+from collections.abc import Sequence
+
 
 class RouterReplayError(Exception):
     """Root of all errors of Router Replay."""
@@ -51,3 +53,9 @@ class TrainError(RouterReplayError):
 
 class RewardError(TrainError):
     """An environment or a reward function that raised, or gave something that is not a number."""
+
+
+def shorten(items: Sequence[object], most: int = 5) -> str:
+    """The first of many names or numbers, for a message: `a, b, c, d, e, ... 48 in all`."""
+    shown = ", ".join(str(item) for item in items[:most])
+    return f"{shown}, ... {len(items)} in all" if len(items) > most else shown

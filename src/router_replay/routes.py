@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from router_replay import kernel
 from router_replay.arguments import exact_int, int64_array
-from router_replay.errors import RoutesError
+from router_replay.errors import RoutesError, shorten
 from router_replay.row_checks import (
     NEVER_CAPTURED,
     as_integers,
@@ -30,7 +30,6 @@ from router_replay.row_checks import (
     checked_ids,
     never_captured,
     read_only,
-    shorten,
     version_runs,
     zero_layers,
 )
@@ -81,8 +80,13 @@ class Routes:
     # -- making ---------------------------------------------------------------------------------
 
     @classmethod
-    def _trusted(cls, ids: np.ndarray, spec: RouterSpec, captured: Runs, versions: Runs | None) -> Routes:
-        """Rows that were checked where they entered. `ids` is in the spec's dtype and shape."""
+    def trusted(cls, ids: np.ndarray, spec: RouterSpec, captured: Runs, versions: Runs | None) -> Routes:
+        """Routes without a check: for rows that were checked where they entered, such as a part of another Routes.
+
+        `ids` [T, L, K] is in the spec's dtype and shape, and nobody else writes to it; every captured row holds
+        top_k different experts below num_experts. `captured` and `versions` are runs over the T rows. Whoever
+        cannot vouch for all of this calls Routes(...).
+        """
         self = object.__new__(cls)
         self._ids = read_only(ids)
         self._spec = spec
@@ -95,7 +99,7 @@ class Routes:
         """`rows` rows of which nothing is known: padding, or what an engine did not return."""
         rows = exact_int(rows, "rows", RoutesError)
         ids = np.zeros((rows, *spec.row_shape), spec.dtype)
-        return cls._trusted(ids, spec, Runs.constant(False, rows), None)
+        return cls.trusted(ids, spec, Runs.constant(False, rows), None)
 
     @classmethod
     def from_engine(cls, array: ArrayLike, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
@@ -133,7 +137,7 @@ class Routes:
             expected = f"{width}" if width is not None else f"more than {spec.layers[-1]}"
             raise RoutesError(
                 f"an engine's array has a column for every decoder layer, dense ones included: expected {expected} "
-                f"(routed layers {shorten(spec.layers)}), got {array_TAK.shape[1]}; "
+                f"(routed layers [{shorten(spec.layers, 8)}]), got {array_TAK.shape[1]}; "
                 "an array over the routed layers alone goes to Routes(ids, spec)"
             )
         every_layer = spec.layers == tuple(range(array_TAK.shape[1]))
@@ -164,7 +168,7 @@ class Routes:
         if any(part._versions is not None for part in parts):
             versions = Runs.concat([part.version_runs_or_zero() for part in parts])
         captured = Runs.concat([part._captured for part in parts])
-        return Routes._trusted(np.concatenate([part._ids for part in parts]), first.spec, captured, versions)
+        return Routes.trusted(np.concatenate([part._ids for part in parts]), first.spec, captured, versions)
 
     @staticmethod
     def join_prefill_decode(
@@ -231,6 +235,10 @@ class Routes:
         return all(self._captured.values)
 
     @property
+    def any_captured(self) -> bool:
+        return any(self._captured.values)
+
+    @property
     def first_missing(self) -> int:
         """The first row that is not captured; len(self) where all are."""
         return len(self) if self.all_captured else self._captured.spans(False)[0][0]
@@ -250,7 +258,7 @@ class Routes:
         start, stop, _ = rows.indices(len(self))
         stop = max(start, stop)
         versions = None if self._versions is None else self._versions.slice(start, stop)
-        return Routes._trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
+        return Routes.trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
 
     def take(self, index: ArrayLike) -> Routes:
         """Row index[i] becomes row i; -1 makes an uncaptured row."""
@@ -264,39 +272,37 @@ class Routes:
         ids[absent] = 0
         captured = self.captured[index] & ~absent
         versions = None if self._versions is None else Runs.of(np.where(absent, 0, self.versions[index]))
-        return Routes._trusted(ids, self._spec, Runs.of(captured), versions)
+        return Routes.trusted(ids, self._spec, Runs.of(captured), versions)
 
     def select_layers(self, layers: Sequence[int]) -> Routes:
         """The columns of some layers (absolute ids): what a pipeline stage needs."""
         spec = self._spec.select(layers)
         columns = [column for column, layer in enumerate(self._spec.layers) if layer in set(spec.layers)]
         ids = np.ascontiguousarray(self._ids[:, columns])
-        return Routes._trusted(ids, spec, self._captured, self._versions)
+        return Routes.trusted(ids, spec, self._captured, self._versions)
 
     def copy(self) -> Routes:
         """The same rows in memory of their own, so that a slice does not keep its whole alive."""
-        return Routes._trusted(self._ids.copy(), self._spec, self._captured, self._versions)
+        return Routes.trusted(self._ids.copy(), self._spec, self._captured, self._versions)
 
     def sorted(self) -> Routes:
         """The same sets in ascending slots, so that equal sets are equal bytes; as it is where order has a meaning."""
         if self._spec.ordered:
             return self
-        return Routes._trusted(kernel.sort_sets(self._ids), self._spec, self._captured, self._versions)
+        return Routes.trusted(kernel.sort_sets(self._ids), self._spec, self._captured, self._versions)
 
     def with_versions(self, versions: ArrayLike | int) -> Routes:
         runs = version_runs(versions, len(self))
-        return Routes._trusted(self._ids, self._spec, self._captured, runs)
+        return Routes.trusted(self._ids, self._spec, self._captured, runs)
 
     # -- comparing ------------------------------------------------------------------------------
 
-    def same_sets(self, other: Routes) -> np.bool_:
+    def same_sets(self, other: Routes) -> bool:
         """Do both hold the same captured rows with the same experts, whatever the slot order?"""
         if self._spec != other._spec or len(self) != len(other) or self._captured != other._captured:
-            return np.False_
+            return False
         mine, theirs = self._captured_ids(), other._captured_ids()
-        return np.bool_(
-            np.array_equal(mine, theirs) or np.array_equal(kernel.sort_sets(mine), kernel.sort_sets(theirs))
-        )
+        return np.array_equal(mine, theirs) or np.array_equal(kernel.sort_sets(mine), kernel.sort_sets(theirs))
 
     def __eq__(self, other: object) -> bool:
         """Exactly equal, slot order and versions included; what uncaptured rows hold does not count."""
@@ -320,7 +326,7 @@ class Routes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled and copied as rows that were checked: NumPy's own way would bring them back writable."""
-        return Routes._trusted, (self._ids, self._spec, self._captured, self._versions)
+        return Routes.trusted, (self._ids, self._spec, self._captured, self._versions)
 
     def _captured_ids(self) -> np.ndarray:
         return self._ids if self.all_captured else self._ids[self.captured]

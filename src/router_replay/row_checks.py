@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from router_replay import kernel
 from router_replay.arguments import as_array
-from router_replay.errors import RoutesError
+from router_replay.errors import RoutesError, shorten
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
@@ -101,14 +101,9 @@ def zero_layers(ids_TLK: np.ndarray) -> list[int]:
 def never_captured(spec: RouterSpec, columns: Sequence[int], rows: int, advice: str = "") -> RoutesError:
     layers = sorted({spec.layers[column] for column in columns})
     return RoutesError(
-        f"layers {shorten(layers)} are zero in all {rows} rows of the engine's capture: "
+        f"layers [{shorten(layers, 8)}] are zero in all {rows} rows of the engine's capture: "
         f"its hook never ran there (a fused router, or capture switched off), so nothing was recorded{advice}"
     )
-
-
-def shorten(layers: Sequence[int]) -> str:
-    shown = ", ".join(str(layer) for layer in layers[:8])
-    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > 8 else f"[{shown}]"
 
 
 def is_immutable(holder: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from router_replay.errors import RoutesError
+from router_replay.errors import MeasureError
 from router_replay.measure import route_agreement
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -52,11 +52,11 @@ def test_routes_agree_with_their_own_sets() -> None:
 
 def test_what_cannot_be_compared() -> None:
     a = Routes(A, SPEC)
-    with pytest.raises(RoutesError, match="two models"):
+    with pytest.raises(MeasureError, match="two models"):
         route_agreement(a, Routes(B, RouterSpec(num_experts=8, top_k=2, layers=(1, 2))))
-    with pytest.raises(RoutesError, match="4 and 3 rows"):
+    with pytest.raises(MeasureError, match="4 and 3 rows"):
         route_agreement(a, Routes(B, SPEC)[:3])
-    with pytest.raises(RoutesError, match="none of 4 rows"):
+    with pytest.raises(MeasureError, match="none of 4 rows"):
         route_agreement(a, Routes.missing(4, SPEC))
-    with pytest.raises(RoutesError, match="none of 0 rows"):
+    with pytest.raises(MeasureError, match="none of 0 rows"):
         route_agreement(a[:0], a[:0])

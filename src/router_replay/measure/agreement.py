@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from router_replay import kernel
-from router_replay.errors import RoutesError
+from router_replay.errors import MeasureError
 from router_replay.routes import Routes
 
 
@@ -35,13 +35,13 @@ class RouteAgreement:
 def route_agreement(a: Routes, b: Routes) -> RouteAgreement:
     """Compare two Routes of one spec and one length, row by row."""
     if a.spec != b.spec:
-        raise RoutesError(f"routes of two models cannot be compared: {a.spec} and {b.spec}")
+        raise MeasureError(f"routes of two models cannot be compared: {a.spec} and {b.spec}")
     if len(a) != len(b):
-        raise RoutesError(f"both routes must have one row per token: got {len(a)} and {len(b)} rows")
+        raise MeasureError(f"both routes must have one row per token: got {len(a)} and {len(b)} rows")
     compared = a.captured & b.captured
     rows = int(compared.sum())
     if not rows:
-        raise RoutesError(f"none of {len(a)} rows is captured on both sides: there is nothing to compare")
+        raise MeasureError(f"none of {len(a)} rows is captured on both sides: there is nothing to compare")
     whole = rows == len(a)
     equal_TL = _equal_sets(a.ids if whole else a.ids[compared], b.ids if whole else b.ids[compared])
     per_token = np.full(len(a), np.nan)

@@ -15,45 +15,26 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch import nn
 
-from router_replay.batch import NO_LABEL, LocalBatch
-from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.families.from_modules import device_of, find_routers
 from router_replay.replay import checkpoint
 from router_replay.replay.passes import Watch
+from router_replay.replay.replayable import (
+    Recorded,
+    Replayable,
+    Rows,
+    count_rows,
+    on_device,
+    refuse_missing,
+    rows_and_masks,
+)
 from router_replay.replay.site import Site
 from router_replay.replay.state import Plan, Recording, State
 from router_replay.replay.stats import Counters, Stats
 from router_replay.replay.wrapper import Wrapper
-from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-
-
-class Recorded:
-    """The routes of the passes of a record block: rows in token order, one pass after the other."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    @property
-    def tensors(self) -> TensorRoutes:
-        """On the model's device, in the narrow dtype: what `replay` takes without a round trip to the host."""
-        pieces = self._recording.pieces
-        rows = [sum(len(piece) for piece in column) for column in pieces]
-        if not all(rows) or len(set(rows)) != 1:
-            raise ReplayError(f"no complete forward pass ran in the record block: rows per routed layer are {rows}")
-        columns = [column[0] if len(column) == 1 else torch.cat(column) for column in pieces]
-        ids_TLK = torch.stack(columns, dim=1)
-        captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
-        return TensorRoutes(ids_TLK, captured, self._recording.spec, True)
-
-    @property
-    def routes(self) -> Routes:
-        return Routes(self.tensors.ids.cpu().numpy(), self._recording.spec)
 
 
 class RouterReplay:
@@ -98,7 +79,7 @@ class RouterReplay:
     @contextlib.contextmanager
     def replay(
         self,
-        routes: Any,
+        routes: Replayable,
         *,
         on_missing: Literal["raise", "live"] = "raise",
         loss_mask: Any = None,
@@ -114,9 +95,14 @@ class RouterReplay:
         batch brings its own `loss_mask` and `idle`.
         `start` is the number of tokens in the key-value cache before the first row, for a sequence in chunks.
         """
+        if on_missing not in ("raise", "live"):
+            raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
+        rows, loss_mask, idle = rows_and_masks(routes, loss_mask, idle)
+        self._refuse_unfit(rows, loss_mask if on_missing == "raise" else None)
         wanted = self._agreement if agreement is None else agreement
-        plan = self._plan(routes, on_missing, loss_mask, idle, wanted)
-        plan.start = start
+        # FSDP1 keeps parameters flat, above the decoder. Then the pass says where it runs, and the plan moves.
+        tensors = on_device(routes, rows, device_of(self._found.stack) or "cpu")
+        plan = Plan.of(rows, tensors, count_rows(rows, idle), agreement=wanted, start=start)
         checkpoint.remember(self._model, self._state)
         with self._state.block(plan), self._counters.counting(plan):
             yield self
@@ -161,74 +147,13 @@ class RouterReplay:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _plan(self, routes: Any, on_missing: str, loss_mask: Any, idle: Any, agreement: bool) -> Plan:
-        if on_missing not in ("raise", "live"):
-            raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
-        local = routes if isinstance(routes, LocalBatch) else None
-        if isinstance(routes, Recorded):
-            routes = routes.tensors
-        elif not isinstance(routes, Routes | TensorRoutes) and hasattr(routes, "routes"):  # a batch
-            loss_mask = getattr(routes, "label_mask", None) if loss_mask is None else loss_mask
-            if idle is None and hasattr(routes, "labels"):
-                idle = routes.labels == NO_LABEL
-            routes = routes.routes
-        if not isinstance(routes, Routes | TensorRoutes):
+    def _refuse_unfit(self, rows: Rows, needed: Any) -> None:
+        if rows.spec != self._spec:
             raise ReplayError(
-                f"replay needs routes, got {type(routes).__name__}: without routes a pass is live, outside the block"
-            )
-        if routes.spec != self._spec:
-            raise ReplayError(
-                f"these routes are of another model: {routes.spec}; the model's routers are {self._spec}"
+                f"these routes are of another model: {rows.spec}; the model's routers are {self._spec}"
                 " (a pipeline stage takes its share by select_layers)"
             )
-        if on_missing == "raise" and loss_mask is not None and not routes.all_captured:
-            _refuse_missing(routes, loss_mask)
-        if not (routes.captured.any() if isinstance(routes, Routes) else routes.any_captured):
-            raise ReplayError(f"none of the {len(routes)} rows is captured: this would be a live pass")
-        rows_replayed, rows_live = _count(routes, idle)
-        from_host = isinstance(routes, Routes)
-        if isinstance(routes, Routes):
-            # FSDP1 keeps parameters flat, above the decoder. Then the pass says where it runs, and the plan moves.
-            device = device_of(self._found.stack) or "cpu"
-            kept = None if local is None else local.to_torch(device).routes
-            routes = kept or TensorRoutes.from_routes(routes, device)
-        width = len(self._spec.layers)
-        return Plan(
-            ids_TLK=routes.ids,
-            live_T1=None if routes.all_captured else ~routes.captured.unsqueeze(-1),
-            spec=self._spec,
-            rows_replayed=rows_replayed,
-            rows_live=rows_live,
-            from_host=from_host,
-            agree_L=torch.zeros(width, dtype=torch.int64, device=routes.ids.device) if agreement else None,
-            compiled_passes=torch.zeros((), dtype=torch.int64, device=routes.ids.device),
-        )
-
-
-def _count(routes: Routes | TensorRoutes, idle: Any) -> tuple[Any, Any]:
-    """Rows that are replayed, and rows that are live and not idle; tensors where only the device knows."""
-    if routes.all_captured:
-        return len(routes), 0
-    captured: Any = routes.captured
-    live = ~captured
-    if idle is not None:
-        on_host = isinstance(captured, np.ndarray)
-        idle = np.asarray(idle) if on_host else torch.as_tensor(idle, device=captured.device)
-        if idle.shape != live.shape:
-            raise ReplayError(f"idle has the shape {list(idle.shape)}, the routes have {len(live)} rows")
-        live = live & ~(idle != 0)
-    counts = captured.sum(), live.sum()
-    return tuple(map(int, counts)) if isinstance(captured, np.ndarray) else counts  # type: ignore[return-value]
-
-
-def _refuse_missing(routes: Routes | TensorRoutes, loss_mask: Any) -> None:
-    captured = routes.captured.cpu().numpy() if isinstance(routes, TensorRoutes) else routes.captured
-    mask = loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)
-    if mask.shape != captured.shape:
-        raise ReplayError(f"loss_mask has the shape {list(mask.shape)}, the routes have {len(captured)} rows")
-    missing = np.flatnonzero(mask.astype(bool) & ~captured)
-    if len(missing):
-        raise ReplayError(
-            f"{len(missing)} rows that bear loss are missing, the first is row {missing[0]}: "
-            'their tokens would be routed live. Pass on_missing="live" to allow that'
-        )
+        if needed is not None:
+            refuse_missing(rows, needed)
+        if not rows.any_captured:
+            raise ReplayError(f"none of the {len(rows)} rows is captured: this would be a live pass")

@@ -31,32 +31,46 @@ class Site(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, first_time = self.state.decide()
-        recordings = self.state.recordings if first_time else ()  # a recompute is neither recorded nor counted
-        if plan is None and not recordings:
-            return self.original(*args, **kwargs)
-        if first_time:
-            self._refuse_second_call()
-        compare = first_time and plan is not None and plan.agree_L is not None
-        live_TK = self._live_choice(args, kwargs) if compare and self.router.choice is Choice.GROUPED else None
-        selection = self._selection(plan, compare and live_TK is None)
-        with selection:
-            out = self.original(*args, **kwargs)
-        if selection.chosen is None:
-            if not first_time:
-                raise ReplayError(f"layer {self.router.layer} chose no experts in a recompute: routes were not used")
-            return out  # the pass ends with an error that names the layer, since `used` is still False
-        if first_time:
+        if first_time and (plan is not None or self.state.recordings):
+            return self._first_time(plan, args, kwargs)
+        return self.original(*args, **kwargs) if plan is None else self._again(plan, args, kwargs)
+
+    def _first_time(self, plan: Plan | None, args: Any, kwargs: Any) -> Any:
+        """A call in a forward pass: its choice is recorded, and compared with the live one where that is asked for."""
+        self._refuse_second_call()
+        compare = plan is not None and plan.agree_L is not None
+        apart = compare and self.router.choice is Choice.GROUPED
+        live_TK = self._live_choice(args, kwargs) if apart else None
+        out, selection = self._run(plan, compare and not apart, args, kwargs)
+        if selection.chosen is not None:  # else the pass ends with an error that names the layer: `used` stays False
             self.used = True
-            for recording in recordings:
+            for recording in self.state.recordings:
                 recording.add(self.column, selection.chosen)
-        if compare:
-            self._count_agreement(plan, selection.live_choice if live_TK is None else live_TK)
+            if plan is not None:
+                plan.count_agreement(self.column, live_TK if apart else selection.live_choice)
         return out
 
-    def _selection(self, plan: Plan | None, compare: bool) -> Selection:
+    def _again(self, plan: Plan, args: Any, kwargs: Any) -> Any:
+        """A recompute in backward: the same routes once more, neither recorded nor counted."""
+        out, selection = self._run(plan, False, args, kwargs)
+        if selection.chosen is None:
+            raise ReplayError(f"layer {self.router.layer} chose no experts in a recompute: routes were not used")
+        return out
+
+    def _run(self, plan: Plan | None, compare: bool, args: Any, kwargs: Any) -> tuple[Any, Selection]:
+        """Call the router with its column of the plan; without a plan it chooses by itself, and is watched."""
         ids_TK = None if plan is None else plan.column(self.column)
         live_T1 = None if plan is None else plan.live_T1
-        return ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
+        selection = ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
+        with selection:
+            out = self.original(*args, **kwargs)
+        return out, selection
+
+    def _live_choice(self, args: Any, kwargs: Any) -> Tensor | None:
+        """Call the router once more, live: grouped routers draw no numbers and change nothing in place."""
+        with torch.no_grad():
+            _, selection = self._run(None, False, args, kwargs)
+        return selection.chosen
 
     def _refuse_second_call(self) -> None:
         if self.used and self.state.passing:
@@ -64,17 +78,3 @@ class Site(Wrapper):
                 f"the router of layer {self.router.layer} was called twice in one forward pass, and there is one row "
                 "per token: replay and record support models that run each layer once"
             )
-
-    def _live_choice(self, args: Any, kwargs: Any) -> Tensor | None:
-        """Call the router once more, live: grouped routers draw no numbers and change nothing in place."""
-        selection = self._selection(None, False)
-        with torch.no_grad(), selection:
-            self.original(*args, **kwargs)
-        return selection.chosen
-
-    def _count_agreement(self, plan: Any, live_TK: Any) -> None:
-        """Add to the layer's count on the device; nothing is read back until somebody asks for the stats."""
-        same_T = (plan.column(self.column).unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
-        if plan.live_T1 is not None:
-            same_T = same_T & ~plan.live_T1.reshape(-1)
-        plan.agree_L[self.column] += same_T.sum()

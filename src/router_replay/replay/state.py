@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.checkpoint_calls import surrounding_checkpoints
 from router_replay.replay.opener import Opener
+from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 CANNOT_PROVE = (
@@ -49,6 +51,24 @@ class Plan:
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a number would be burnt into the graph
 
+    @classmethod
+    def of(
+        cls, rows: Routes | TensorRoutes, tensors: TensorRoutes, counts: tuple[Any, Any], *, agreement: bool, start: int
+    ) -> Plan:
+        """The plan for rows that fit the model; `tensors` are the same rows on a device, `counts` replayed and live."""
+        where = tensors.device
+        return cls(
+            ids_TLK=tensors.ids,
+            live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
+            spec=rows.spec,
+            rows_replayed=counts[0],
+            rows_live=counts[1],
+            start=start,
+            from_host=isinstance(rows, Routes),
+            agree_L=torch.zeros(len(rows.spec.layers), dtype=torch.int64, device=where) if agreement else None,
+            compiled_passes=torch.zeros((), dtype=torch.int64, device=where),
+        )
+
     def __len__(self) -> int:
         return self.ids_TLK.shape[0]
 
@@ -62,13 +82,22 @@ class Plan:
         """The ids of one routed layer, widened here and nowhere else: [T, K] int64."""
         return self.ids_TLK[:, index].long()
 
+    def count_agreement(self, index: int, live_TK: Tensor | None) -> None:
+        """Add to the layer's count on the device; nothing is read back until somebody asks for the stats."""
+        if self.agree_L is None or live_TK is None:
+            return
+        same_T = (self.column(index).unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
+        if self.live_T1 is not None:
+            same_T = same_T & ~self.live_T1.reshape(-1)
+        self.agree_L[index] += same_T.sum()
+
 
 class Recording:
     """The choices of the passes in a record block, as narrow ids, a list of pieces per routed layer."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
-        self.dtype = torch.uint8 if spec.num_experts <= 256 else torch.uint16
+        self.dtype = getattr(torch, spec.dtype.name)
         self.pieces: list[list[Tensor]] = [[] for _ in spec.layers]
 
     def add(self, column: int, chosen_TK: Tensor) -> None:

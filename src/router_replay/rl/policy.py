@@ -200,8 +200,9 @@ class _Reference:
         self._ulysses = Ulysses(self._model, ranks.group) if ranks.ulysses > 1 else None
 
     def logprobs(self, micro: LocalBatch, routes: LocalBatch | TensorRoutes | None) -> torch.Tensor:
-        replay = self._config.reference.replay and routes is not None
-        block: Any = self._replayer.replay(routes, on_missing="live") if replay else contextlib.nullcontext()
+        block: Any = contextlib.nullcontext()
+        if routes is not None and self._config.reference.replay:
+            block = self._replayer.replay(routes, on_missing="live")
         with block:
             return whole_logprobs(self._model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
 

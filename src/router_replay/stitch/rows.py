@@ -66,7 +66,7 @@ class RowStore:
         self._buffer[self._length : rows] = 0
         captured = Runs.concat([self._stored.captured_runs, Runs.constant(False, rows - self._length)])
         versions = Runs.concat([self._stored.version_runs_or_zero(), Runs.constant(0, rows - self._length)])
-        return Routes._trusted(self._buffer[:rows], self._spec, captured, versions)
+        return Routes.trusted(self._buffer[:rows], self._spec, captured, versions)
 
     def share(self, stop: int) -> RowStore:
         """A store that begins with our rows [0, stop), without copying them."""
@@ -94,5 +94,5 @@ class RowStore:
             self.rows_copied += len(piece)
         captured = Runs.concat([piece.captured_runs for piece in pieces])
         versions = Runs.concat([piece.version_runs_or_zero() for piece in pieces])
-        self._stored = Routes._trusted(self._buffer[: self._length], self._spec, captured, versions)
+        self._stored = Routes.trusted(self._buffer[: self._length], self._spec, captured, versions)
         self._pending = []

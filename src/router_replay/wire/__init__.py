@@ -116,7 +116,7 @@ def decode(
             sets.refuse_slow(header, FREE_STEPS + STEPS_PER_BYTE * len(view))
         ids = sets.decode(view, header, threads, _limit(view, max_bytes))
     known = header.spec if spec is None or header.spec.num_layers is not None else spec
-    return Routes._trusted(ids, known, header.captured, header.versions)
+    return Routes.trusted(ids, known, header.captured, header.versions)
 
 
 def read_header(blob: Any) -> Header:

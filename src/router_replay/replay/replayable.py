@@ -1,0 +1,106 @@
+"""What `RouterReplay.replay` takes: routes on the host or on a device, a batch that holds them, or a recording."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from router_replay.batch import NO_LABEL, LocalBatch
+from router_replay.batch.tensors import TensorRoutes
+from router_replay.errors import ReplayError
+from router_replay.replay.state import Recording
+from router_replay.routes import Routes
+
+Rows: TypeAlias = Routes | TensorRoutes
+
+
+class Recorded:
+    """The routes of the passes of a record block: rows in token order, one pass after the other."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    @property
+    def tensors(self) -> TensorRoutes:
+        """On the model's device, in the narrow dtype: what `replay` takes without a round trip to the host."""
+        pieces = self._recording.pieces
+        rows = [sum(len(piece) for piece in column) for column in pieces]
+        if not all(rows) or len(set(rows)) != 1:
+            raise ReplayError(f"no complete forward pass ran in the record block: rows per routed layer are {rows}")
+        columns = [column[0] if len(column) == 1 else torch.cat(column) for column in pieces]
+        ids_TLK = torch.stack(columns, dim=1)
+        captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
+        return TensorRoutes(ids_TLK, captured, self._recording.spec, True)
+
+    @property
+    def routes(self) -> Routes:
+        return Routes(self.tensors.ids.cpu().numpy(), self._recording.spec)
+
+
+class HoldsRoutes(Protocol):
+    """A batch. Where it has a `label_mask` too, no row that bears loss may be missing."""
+
+    @property
+    def routes(self) -> Rows | None: ...
+
+
+Replayable: TypeAlias = Routes | TensorRoutes | Recorded | HoldsRoutes
+
+
+def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows, Any, Any]:
+    """The rows of `source`, which of them bear loss, and which predict nothing: as given, or as the batch says."""
+    rows: Any = source
+    if isinstance(source, Recorded):
+        rows = source.tensors
+    elif not isinstance(source, Routes | TensorRoutes) and hasattr(source, "routes"):
+        rows = source.routes
+        loss_mask = getattr(source, "label_mask", None) if loss_mask is None else loss_mask
+        if idle is None and hasattr(source, "labels"):
+            idle = source.labels == NO_LABEL
+    if not isinstance(rows, Routes | TensorRoutes):
+        raise ReplayError(
+            f"replay needs routes, got {type(rows).__name__}: without routes a pass is live, outside the block"
+        )
+    return rows, loss_mask, idle
+
+
+def on_device(source: Replayable, rows: Rows, device: Any) -> TensorRoutes:
+    """The rows as tensors: those that a LocalBatch has on the device already, else a copy there."""
+    if isinstance(rows, TensorRoutes):
+        return rows
+    kept = source.to_torch(device).routes if isinstance(source, LocalBatch) else None
+    return kept or TensorRoutes.from_routes(rows, device)
+
+
+def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
+    """How many rows are replayed, and how many are live and not idle; tensors where only the device knows."""
+    if rows.all_captured:
+        return len(rows), 0
+    captured: Any = rows.captured
+    live = ~captured
+    on_host = isinstance(captured, np.ndarray)
+    if idle is not None:
+        idle = np.asarray(idle) if on_host else torch.as_tensor(idle, device=captured.device)
+        if idle.shape != live.shape:
+            raise ReplayError(f"idle has the shape {list(idle.shape)}, the routes have {len(live)} rows")
+        live = live & ~(idle != 0)
+    replayed, left_live = captured.sum(), live.sum()
+    return (int(replayed), int(left_live)) if on_host else (replayed, left_live)
+
+
+def refuse_missing(rows: Rows, loss_mask: Any) -> None:
+    """Raise where a row that bears loss is missing."""
+    if rows.all_captured:
+        return
+    captured = rows.captured.cpu().numpy() if isinstance(rows, TensorRoutes) else rows.captured
+    mask = loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)
+    if mask.shape != captured.shape:
+        raise ReplayError(f"loss_mask has the shape {list(mask.shape)}, the routes have {len(captured)} rows")
+    missing = np.flatnonzero(mask.astype(bool) & ~captured)
+    if len(missing):
+        raise ReplayError(
+            f"{len(missing)} rows that bear loss are missing, the first is row {missing[0]}: "
+            'their tokens would be routed live. Pass on_missing="live" to allow that'
+        )
