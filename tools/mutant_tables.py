@@ -41,7 +41,7 @@ EQUIVALENT: dict[str, str] = {
     "if int(piece.min()) < 1 or": "a quick look before _refuse, which looks at every value again",
     "first_bad_set(ids[start:end + 1]": "the row behind is zero, and _refuse looks at the rows themselves again",
     "_refuse(ids[start:end + 1]": "it raises for the first bad row, and that is one of [start, end)",
-    "np.flatnonzero(~ids_TLK[1].any(axis=-1))": "there are two rows or more, and the suspects are looked at in all rows",
+    "np.flatnonzero(~ids_TLK[1].any(axis=-1))": "there are two rows or more, and all rows are looked at",
     # stitch
     "if needed >= len(self._buffer)": "the buffer grows one element early",
     "3 * len(self._buffer)": "how fast a buffer grows is no promise",
@@ -52,6 +52,8 @@ EQUIVALENT: dict[str, str] = {
     "if a < end and b >= start]": "an empty hole is filled with no rows",
     "rows >= len(self._buffer):": "what is stored already is stored again as it is",
     "if rows < self._length:": "no rows are missing, so the empty part that is added changes nothing",
+    # measure
+    "_equal_sets(b.ids": "equality of sets is symmetric",
     # wire
     "if layer_count < 1024": "whether a spec is kept in the cache",
     "if layer_count <= 1025": "whether a spec is kept in the cache",
