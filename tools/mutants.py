@@ -264,7 +264,8 @@ def preload(tree: Path, tests: set[str]) -> None:
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     settings = {"deadline": None, "max_examples": 30, "derandomize": True, "database": None, "phases": phases}
     hypothesis.settings.register_profile("mutants", **settings)
-    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTHONPATH": f"{tree / 'src'}", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     sys.path[:0] = [str(tree / "src"), str(tree)]
     listed = tree / "modules"
     run_tests(tree, sorted(tests), 600, listed)
@@ -286,7 +287,6 @@ def run_tests(tree: Path, tests: list[str], timeout: float, listed: Path | None 
         os.dup2(log, 2)
         import pytest
 
-        # Random order within files would be no use; `-x` ends at the first failure.
         options = ["--collect-only"] if listed else []
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options, *tests])
         if listed:
