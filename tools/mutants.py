@@ -166,7 +166,10 @@ class Finder(ast.NodeVisitor):
             if ast.dump(first) != ast.dump(second) and not _is_name_of(node, "isinstance", "min", "max"):
                 middle = self.source[self.span(first)[1] : self.span(second)[0]]
                 self.add(self.span(first)[0], self.span(second)[1], self.text(second) + middle + self.text(first))
-        self.generic_visit(node)
+        if _is_name_of(node, "isinstance"):
+            self.visit(node.args[0])  # `str & bytes` is no type
+        else:
+            self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
         if node.arg != "strict":  # of zip: it guards what cannot happen
@@ -174,7 +177,7 @@ class Finder(ast.NodeVisitor):
 
     def visit_Slice(self, node: ast.Slice) -> None:
         for bound in (node.lower, node.upper):
-            if bound is not None and not isinstance(bound, ast.Constant):
+            if bound is not None and not isinstance(bound, ast.Constant | ast.UnaryOp):  # -4 is changed below
                 self.replace(bound, f"{self.text(bound)} + 1")
         self.generic_visit(node)
 

@@ -176,6 +176,14 @@ def test_the_groups_of_the_recorded_experts_are_open_and_missing_rows_keep_their
     assert torch.equal(selection.chosen, indices)
 
 
+def test_the_scores_of_groups_are_those_of_the_groups_that_are_given() -> None:
+    of_group = scores(4, 4)
+    with GroupedSelection(router(16, 2, 4), torch.tensor([[15, 0], [1, 2], [4, 11], [0, 1]]), None, compare=False):
+        values, groups = torch.topk(of_group, 2)
+    assert groups.tolist() == [[3, 0], [0, 0], [1, 2], [0, 0]]
+    assert torch.equal(values, of_group.gather(1, groups))
+
+
 def test_groups_are_chosen_live_where_nothing_was_recorded() -> None:
     live = scores(4, 16)
     with GroupedSelection(router(16, 2, 4), None, None, compare=False) as selection:
