@@ -57,6 +57,8 @@ EQUIVALENT: dict[str, str] = {
     # measure
     "_equal_sets(b.ids": "equality of sets is symmetric",
     # wire
+    "if len(view) <= _FIXED.size + CHECKSUM_BYTES": "72 bytes are refused either way: a header has a layer too",
+    "spec.num_layers or 1) >= 1 << 32": "0 and 1 are both below 2**32",
     "if layer_count < 1024": "whether a spec is kept in the cache",
     "if layer_count <= 1025": "whether a spec is kept in the cache",
 }

@@ -40,6 +40,7 @@ PACKAGE = Path("src/router_replay")
 PRELOADED = ("numpy", "torch", "transformers", "pytest", "_pytest", "hypothesis", "xxhash", "msgspec")
 LONGEST = 20  # times what the tests take without a change, and at least 30 seconds: then it counts as a hang
 
+SYMMETRIC = ("min", "max", "array_equal")  # functions that do not mind the order of their arguments
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARISONS |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 ARITHMETIC = {"+": "-", "-": "+", "*": "//", "/": "*", "//": "*", "%": "//", "**": "*"}
@@ -163,7 +164,7 @@ class Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
             first, second = node.args[:2]
-            if ast.dump(first) != ast.dump(second) and not _is_name_of(node, "isinstance", "min", "max"):
+            if ast.dump(first) != ast.dump(second) and not _is_name_of(node, *SYMMETRIC, "isinstance"):
                 middle = self.source[self.span(first)[1] : self.span(second)[0]]
                 self.add(self.span(first)[0], self.span(second)[1], self.text(second) + middle + self.text(first))
         if _is_name_of(node, "isinstance"):
@@ -213,18 +214,21 @@ def _is_name_of(call: ast.Call, *names: str) -> bool:
     return name in names
 
 
-def find(root: Path, wanted: str, line: int | None) -> list[Mutant]:
-    """The mutants of the modules of TESTS that `wanted` is a part of, equivalent ones left out."""
-    found = []
+def find(root: Path, wanted: str = "", line: int | None = None) -> tuple[list[Mutant], set[str]]:
+    """The mutants of the modules of TESTS that `wanted` is a part of, and the entries of EQUIVALENT that fit none.
+
+    Mutants that are equivalent are left out.
+    """
+    found, unused = [], set(EQUIVALENT)
     for module in modules(root):
         if wanted in module:
             source = (root / PACKAGE / module).read_text()
-            found += [
-                mutant
-                for mutant in Finder(module, source).mutants
-                if line in (None, mutant.line) and why_equivalent(mutant, source) is None
-            ]
-    return found
+            for mutant in Finder(module, source).mutants:
+                entry = equivalent_by(mutant, source)
+                unused.discard(entry or "")
+                if entry is None and line in (None, mutant.line):
+                    found.append(mutant)
+    return found, unused
 
 
 def modules(root: Path) -> list[str]:
@@ -240,9 +244,9 @@ def tests_of(module: str) -> tuple[str, ...]:
     return next((tests for pattern, tests in TESTS.items() if fnmatch.fnmatch(module, pattern)), ())
 
 
-def why_equivalent(mutant: Mutant, source: str) -> str | None:
+def equivalent_by(mutant: Mutant, source: str) -> str | None:
     before, after = mutant.lines(source)
-    return next((why for text, why in EQUIVALENT.items() if text in after and text not in before), None)
+    return next((entry for entry in EQUIVALENT if entry in after and entry not in before), None)
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -343,8 +347,10 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.0, help="fail where a smaller share was killed")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     arguments = parser.parse_args()
-    mutants = find(ROOT, arguments.module, arguments.line)
+    mutants, unused = find(ROOT, arguments.module, arguments.line)
     total = len(mutants)
+    if unused and not arguments.module:
+        print("no mutant fits these entries of EQUIVALENT any more:", *sorted(unused), sep="\n    ")
     if arguments.sample is not None and arguments.sample < total:
         mutants = random.Random(arguments.seed).sample(mutants, arguments.sample)
     mutants.sort(key=lambda mutant: (mutant.module, mutant.start))
