@@ -44,6 +44,7 @@ EQUIVALENT: dict[str, str] = {
     "np.flatnonzero(~ids_TLK[1].any(axis=-1))": "there are two rows or more, and all rows are looked at",
     # stitch
     "if needed >= len(self._buffer)": "the buffer grows one element early",
+    "self._buffer[:length + 1].copy(), length": "the buffer has room for one element more",
     "3 * len(self._buffer)": "how fast a buffer grows is no promise",
     "5 * len(self._buffer)": "how fast a buffer grows is no promise",
     "if start >= known:": "a gap of no rows is appended, which does nothing",

@@ -257,7 +257,7 @@ def copy_of_the_tree() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis", "*.egg-info")
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "docs"):
             shutil.copytree(ROOT / name, tree / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tree)
         yield tree
