@@ -55,6 +55,8 @@ EQUIVALENT: dict[str, str] = {
     "if rows < self._length:": "no rows are missing, so the empty part that is added changes nothing",
     # batch
     "fits = room[: len(bins) + 1]": "a bin that is not open yet has no room",
+    ".to(device, non_blocking=False)": "a copy that waits holds the same values",
+    "known = (self.all_captured) and (not rows)": "the device is asked, and says the same",
     # measure
     "_equal_sets(b.ids": "equality of sets is symmetric",
     # wire

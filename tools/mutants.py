@@ -40,7 +40,7 @@ PACKAGE = Path("src/router_replay")
 PRELOADED = ("numpy", "torch", "transformers", "pytest", "_pytest", "hypothesis", "xxhash", "msgspec")
 LONGEST = 20  # times what the tests take without a change, and at least 30 seconds: then it counts as a hang
 
-SYMMETRIC = ("min", "max", "array_equal")  # functions that do not mind the order of their arguments
+SYMMETRIC = ("min", "max", "minimum", "array_equal")  # functions that do not mind the order of their arguments
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARISONS |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 ARITHMETIC = {"+": "-", "-": "+", "*": "//", "/": "*", "//": "*", "%": "//", "**": "*"}

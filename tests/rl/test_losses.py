@@ -384,3 +384,8 @@ def test_a_reference_without_a_kl_is_measured_and_changes_no_loss() -> None:
     loss, sums = policy_loss(slots, GRPO, TOTALS)
     assert torch.equal(loss, policy_loss(four_tokens(), GRPO, TOTALS)[0])
     assert sums.kl > 0
+
+
+def test_a_mini_batch_may_be_a_single_token() -> None:
+    slots = Slots(floats(0), floats(0), floats(0), floats(3), torch.tensor([True]), torch.tensor([0]))
+    assert policy_loss(slots, GRPO, Totals(tokens=1, sequences=1, max_tokens=1))[0] == -3
