@@ -45,6 +45,10 @@ EQUIVALENT: dict[str, str] = {
     # stitch
     "if needed >= len(self._buffer)": "the buffer grows one element early",
     "self._buffer[:length + 1].copy(), length": "the buffer has room for one element more",
+    "np.empty(1, dtype)": "the buffer has room for one element more",
+    "np.empty((1, *spec.row_shape)": "the buffer has room for one row more",
+    "if room >= len(self._buffer)": "the buffer grows one row early",
+    "self._buffer[self._length : rows + 1] = 0": "the room behind the rows is not filled yet",
     "3 * len(self._buffer)": "how fast a buffer grows is no promise",
     "5 * len(self._buffer)": "how fast a buffer grows is no promise",
     "if start >= known:": "a gap of no rows is appended, which does nothing",

@@ -338,3 +338,13 @@ def test_what_is_kept_of_a_response_does_not_keep_the_whole_of_it() -> None:
 def test_a_trajectory_says_what_it_holds() -> None:
     trajectory, _ = two_turns()
     assert repr(trajectory) == "Trajectory(8 tokens, 4 sampled, next_start=7)"
+
+
+def test_rows_are_of_version_0_unless_said_and_a_missing_row_holds_zeros() -> None:
+    trajectory = Trajectory(SPEC)
+    trajectory.append([5, 6], [7, 8], [-1.0, -1.0], Engine().rows([5, 6, 7, 8], 0))
+    assert trajectory.routes.versions.tolist() == [0, 0, 0, 0]
+    later, _ = two_turns()
+    assert later.routes.versions.tolist() == [3, 3, 3, 3, 4, 4, 4, 0]
+    for read in (trajectory, later):
+        assert not read.routes.ids[-1].any()
