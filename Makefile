@@ -1,5 +1,5 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | docs | wheel | bench | fuzz | families | test-sglang | clean
+# make setup | check | docs | wheel | bench | fuzz | mutants | families | test-sglang | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang check docs wheel bench fuzz families clean
+.PHONY: setup demo test test-sglang check docs wheel bench fuzz mutants families clean
 
 setup: $(READY)
 
@@ -69,6 +69,9 @@ fuzz: setup
 	@$(BIN)/python -m tests.stitch.fuzz --minutes 10
 	@$(BIN)/python -m tests.replay.fuzz --minutes 10
 	@$(BIN)/python -m tests.engines.fuzz --minutes 10
+
+mutants: setup  # a random sample of small changes to the core; fails where the tests beside them miss one in ten
+	@nice $(BIN)/python tools/mutants.py --sample 150 --least 0.9
 
 families: setup
 	@$(BIN)/router-replay families

@@ -59,6 +59,14 @@ def test_the_last_set_of_many_is_checked_too() -> None:
         Routes(ids, WIDE)
 
 
+@pytest.mark.parametrize("bad", range(7))
+def test_no_repeated_expert_hides_among_good_sets(bad: int) -> None:
+    ids = random_ids(7, RouterSpec(8, 2, (0,)))
+    ids[bad] = 5
+    with pytest.raises(RoutesError, match=rf"row {bad}, layer 0: experts \[5, 5\] repeat"):
+        Routes(ids, RouterSpec(8, 2, (0,)))
+
+
 # -- captured is the only word for missing --------------------------------------------------------
 
 

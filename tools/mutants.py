@@ -40,6 +40,7 @@ PACKAGE = Path("src/router_replay")
 PRELOADED = ("numpy", "torch", "transformers", "pytest", "_pytest", "hypothesis", "xxhash", "msgspec")
 LONGEST = 20  # times what the tests take without a change, and at least 30 seconds: then it counts as a hang
 
+SYMMETRIC = ("min", "max", "minimum", "array_equal")  # functions that do not mind the order of their arguments
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 COMPARISONS |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 ARITHMETIC = {"+": "-", "-": "+", "*": "//", "/": "*", "//": "*", "%": "//", "**": "*"}
@@ -163,10 +164,13 @@ class Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if len(node.args) >= 2 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
             first, second = node.args[:2]
-            if ast.dump(first) != ast.dump(second) and not _is_name_of(node, "isinstance", "min", "max"):
+            if ast.dump(first) != ast.dump(second) and not _is_name_of(node, *SYMMETRIC, "isinstance"):
                 middle = self.source[self.span(first)[1] : self.span(second)[0]]
                 self.add(self.span(first)[0], self.span(second)[1], self.text(second) + middle + self.text(first))
-        self.generic_visit(node)
+        if _is_name_of(node, "isinstance"):
+            self.visit(node.args[0])  # `str & bytes` is no type
+        else:
+            self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
         if node.arg != "strict":  # of zip: it guards what cannot happen
@@ -174,7 +178,7 @@ class Finder(ast.NodeVisitor):
 
     def visit_Slice(self, node: ast.Slice) -> None:
         for bound in (node.lower, node.upper):
-            if bound is not None and not isinstance(bound, ast.Constant):
+            if bound is not None and not isinstance(bound, ast.Constant | ast.UnaryOp):  # -4 is changed below
                 self.replace(bound, f"{self.text(bound)} + 1")
         self.generic_visit(node)
 
@@ -210,18 +214,21 @@ def _is_name_of(call: ast.Call, *names: str) -> bool:
     return name in names
 
 
-def find(root: Path, wanted: str, line: int | None) -> list[Mutant]:
-    """The mutants of the modules of TESTS that `wanted` is a part of, equivalent ones left out."""
-    found = []
+def find(root: Path, wanted: str = "", line: int | None = None) -> tuple[list[Mutant], set[str]]:
+    """The mutants of the modules of TESTS that `wanted` is a part of, and the entries of EQUIVALENT that fit none.
+
+    Mutants that are equivalent are left out.
+    """
+    found, unused = [], set(EQUIVALENT)
     for module in modules(root):
         if wanted in module:
             source = (root / PACKAGE / module).read_text()
-            found += [
-                mutant
-                for mutant in Finder(module, source).mutants
-                if line in (None, mutant.line) and why_equivalent(mutant, source) is None
-            ]
-    return found
+            for mutant in Finder(module, source).mutants:
+                entry = equivalent_by(mutant, source)
+                unused.discard(entry or "")
+                if entry is None and line in (None, mutant.line):
+                    found.append(mutant)
+    return found, unused
 
 
 def modules(root: Path) -> list[str]:
@@ -237,9 +244,9 @@ def tests_of(module: str) -> tuple[str, ...]:
     return next((tests for pattern, tests in TESTS.items() if fnmatch.fnmatch(module, pattern)), ())
 
 
-def why_equivalent(mutant: Mutant, source: str) -> str | None:
+def equivalent_by(mutant: Mutant, source: str) -> str | None:
     before, after = mutant.lines(source)
-    return next((why for text, why in EQUIVALENT.items() if text in after and text not in before), None)
+    return next((entry for entry in EQUIVALENT if entry in after and entry not in before), None)
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -250,7 +257,7 @@ def copy_of_the_tree() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis", "*.egg-info")
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "docs"):
             shutil.copytree(ROOT / name, tree / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", tree)
         yield tree
@@ -264,7 +271,8 @@ def preload(tree: Path, tests: set[str]) -> None:
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     settings = {"deadline": None, "max_examples": 30, "derandomize": True, "database": None, "phases": phases}
     hypothesis.settings.register_profile("mutants", **settings)
-    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTHONPATH": f"{tree / 'src'}", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     sys.path[:0] = [str(tree / "src"), str(tree)]
     listed = tree / "modules"
     run_tests(tree, sorted(tests), 600, listed)
@@ -286,7 +294,6 @@ def run_tests(tree: Path, tests: list[str], timeout: float, listed: Path | None 
         os.dup2(log, 2)
         import pytest
 
-        # Random order within files would be no use; `-x` ends at the first failure.
         options = ["--collect-only"] if listed else []
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=line", *options, *tests])
         if listed:
@@ -340,8 +347,10 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.0, help="fail where a smaller share was killed")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     arguments = parser.parse_args()
-    mutants = find(ROOT, arguments.module, arguments.line)
+    mutants, unused = find(ROOT, arguments.module, arguments.line)
     total = len(mutants)
+    if unused and not arguments.module:
+        print("no mutant fits these entries of EQUIVALENT any more:", *sorted(unused), sep="\n    ")
     if arguments.sample is not None and arguments.sample < total:
         mutants = random.Random(arguments.seed).sample(mutants, arguments.sample)
     mutants.sort(key=lambda mutant: (mutant.module, mutant.start))

@@ -52,14 +52,14 @@ def version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
     return Runs.constant(int(array), rows) if array.shape == () else Runs.of(array.astype(np.int64))
 
 
-def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs, owned: bool = False) -> np.ndarray:
+def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs, owned: bool) -> np.ndarray:
     """`ids` in the spec's dtype, after the range and duplicate check of every captured row.
 
     They are a copy, made before the check, unless they are `owned` (made by the caller for this) or nobody can
     write to them.
     """
     for start, end in captured.spans(True):
-        if ids_TLK.dtype != spec.dtype and end > start:  # the cast below must not wrap a value around
+        if ids_TLK.dtype != spec.dtype:  # the cast below must not wrap a value around
             piece = ids_TLK[start:end]
             if int(piece.min()) < 0 or int(piece.max()) >= spec.num_experts:
                 _refuse(piece, spec, start)

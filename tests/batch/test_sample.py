@@ -34,6 +34,7 @@ def test_a_sample_holds_arrays_of_fixed_types() -> None:
 
 def test_an_advantage_is_one_for_all_tokens_or_one_each() -> None:
     assert np.asarray(Sample.of(source()).advantages).tolist() == [0.0] * 4
+    assert Sample(np.arange(1), np.zeros(1), np.ones(1, bool), None).advantages == 0.0
     assert np.asarray(Sample.of(source(advantages=3.0)).advantages).tolist() == [3.0] * 4
     assert np.asarray(Sample.of(source(advantages=3.0), advantages=2.0).advantages).tolist() == [2.0] * 4
     assert np.asarray(Sample.of(source(), advantages=[1, 2, 3, 4]).advantages).tolist() == [1, 2, 3, 4]

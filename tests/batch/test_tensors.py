@@ -57,6 +57,11 @@ def test_a_batch_of_tensors_holds_what_the_batch_holds() -> None:
     assert len(TensorRoutes.from_routes(Routes.missing(4, RouterSpec(8, 2, (0,))))) == 4
 
 
+def test_one_captured_row_is_enough() -> None:
+    made = TensorRoutes.from_routes(random_routes(1, RouterSpec(8, 2, (0, 1))))
+    assert TensorRoutes(made.ids, made.captured, made.spec, all_captured=True).any_captured is True
+
+
 def test_no_rows_are_routes_of_which_none_is_captured() -> None:
     ids, captured = torch.zeros(0, 2, 2, dtype=torch.uint8), torch.zeros(0, dtype=torch.bool)
     for all_captured in (True, False):

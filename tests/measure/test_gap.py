@@ -138,3 +138,17 @@ def test_a_gap_does_not_change() -> None:
 def test_an_overflow_is_infinite_and_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
     assert logprob_gap([1000.0], [0.0]).k3 == math.inf
     assert not recwarn.list
+
+
+def test_a_ratio_of_one_is_the_least_that_can_be_exceeded() -> None:
+    gap = logprob_gap([-1.0, -2.0], [-1.0, -2.5])
+    assert gap.extreme(1.0) == 0.5
+    for tau in (0.99, np.inf, np.nan):
+        with pytest.raises(MeasureError, match="1 or more"):
+            gap.extreme(tau)
+
+
+def test_gaps_compare_and_print_by_their_numbers() -> None:
+    gap, again = (logprob_gap([-1.0, -2.0], [-1.0, -2.5]) for _ in range(2))
+    assert gap == again
+    assert "differences" not in repr(gap)

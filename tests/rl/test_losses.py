@@ -369,3 +369,23 @@ def test_slots_that_would_broadcast(changes: dict[str, Tensor], message: str) ->
 def test_totals_that_cannot_divide(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(TrainError, match="has no mean"):
         Totals(*numbers)
+
+
+def test_a_ratio_at_the_clip_and_a_weight_at_the_cap_are_not_beyond_them() -> None:
+    ratios, advantages = floats(1.25, 1.5, 0.5, 0.25, 1.5, 0.25), floats(1, 1, -1, -1, 0, 0)
+    assert is_clipped(ratios, advantages, low=0.5, high=0.25).tolist() == [False, True, False, True, False, False]
+    slots = four_tokens(old_logprobs=floats(0, LN2, LN2, 0), rollout_logprobs=floats(0, 0, -1, 0))
+    config = LossConfig(kind="grpo", truncated_importance=float(torch.exp(floats(LN2))[0]))
+    assert policy_loss(slots, config, TOTALS)[1].truncated == 1
+
+
+def test_a_reference_without_a_kl_is_measured_and_changes_no_loss() -> None:
+    slots = four_tokens(reference_logprobs=floats(1, 1, 1, 1))
+    loss, sums = policy_loss(slots, GRPO, TOTALS)
+    assert torch.equal(loss, policy_loss(four_tokens(), GRPO, TOTALS)[0])
+    assert sums.kl > 0
+
+
+def test_a_mini_batch_may_be_a_single_token() -> None:
+    slots = Slots(floats(0), floats(0), floats(0), floats(3), torch.tensor([True]), torch.tensor([0]))
+    assert policy_loss(slots, GRPO, Totals(tokens=1, sequences=1, max_tokens=1))[0] == -3

@@ -290,3 +290,61 @@ def test_a_cut_to_a_length_that_cannot_be_is_refused_and_changes_nothing(length:
         trajectory.truncate(length)  # type: ignore[arg-type]
     assert len(trajectory) == 8
     assert trajectory.routes[:7] == rows
+
+
+# -- what a response may look like at its edges, and what it costs --------------------------------
+
+
+def test_a_response_may_bring_no_rows_at_all() -> None:
+    trajectory, engine = Trajectory(SPEC), Engine()
+    trajectory.append(*engine.respond([5, 6, 7], [8, 9]))
+    trajectory.append(*engine.respond([5, 6, 7, 8, 9], [], start=4))  # an abort: all its rows were left out
+    assert trajectory.routes.captured.tolist() == [True] * 4 + [False]
+    with pytest.raises(StitchError, match=r"start must be an integer in \[0, 4\] for 5 \+ 0 tokens, got 5"):
+        trajectory.append([5, 6, 7, 8, 9], [], [], random_routes(0, SPEC), start=5, allow_gap=True)
+
+
+def test_a_response_that_begins_where_the_rows_end_leaves_no_gap() -> None:
+    trajectory, engine = Trajectory(SPEC), Engine()
+    trajectory.append(*engine.respond([5, 6, 7], [8]))
+    trajectory.append(*engine.respond([5, 6, 7, 8, 1], [2], start=3))
+    assert trajectory.next_start == 5
+    with pytest.raises(StitchError, match=r"rows \[5, 6\) are missing"):
+        trajectory.append(*engine.respond([5, 6, 7, 8, 1, 2, 3], [4], start=6))
+
+
+def test_rows_are_copied_once_at_the_end_and_twice_at_most_when_read_after_every_turn() -> None:
+    for read in (False, True):
+        trajectory, engine, tokens = Trajectory(SPEC), Engine(), [1]
+        for turn in range(200):
+            trajectory.append(*engine.respond(tokens, [turn % 7], start=trajectory.next_start))
+            tokens = [*tokens, turn % 7]
+            if read:
+                assert len(trajectory.routes) == len(tokens)
+        assert len(trajectory.routes) == 201
+        assert 200 <= trajectory._rows.rows_copied <= (400 if read else 200)
+
+
+def test_what_is_kept_of_a_response_does_not_keep_the_whole_of_it() -> None:
+    trajectory, engine = Trajectory(SPEC), Engine()
+    first, second = engine.respond([5, 6, 7], [8, 9]), engine.respond([5, 6, 7, 8, 9], [2, 3])
+    trajectory.append(*first)
+    trajectory.append(*second)  # repeats four rows
+    whole, part = trajectory._rows._pending
+    assert np.shares_memory(whole.ids, first[3].ids)
+    assert not np.shares_memory(part.ids, second[3].ids)
+
+
+def test_a_trajectory_says_what_it_holds() -> None:
+    trajectory, _ = two_turns()
+    assert repr(trajectory) == "Trajectory(8 tokens, 4 sampled, next_start=7)"
+
+
+def test_rows_are_of_version_0_unless_said_and_a_missing_row_holds_zeros() -> None:
+    trajectory = Trajectory(SPEC)
+    trajectory.append([5, 6], [7, 8], [-1.0, -1.0], Engine().rows([5, 6, 7, 8], 0))
+    assert trajectory.routes.versions.tolist() == [0, 0, 0, 0]
+    later, _ = two_turns()
+    assert later.routes.versions.tolist() == [3, 3, 3, 3, 4, 4, 4, 0]
+    for read in (trajectory, later):
+        assert not read.routes.ids[-1].any()

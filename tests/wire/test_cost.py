@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router_replay import RouterSpec, kernel, wire
 from router_replay.errors import WireError
 from router_replay.runs import Runs
-from router_replay.wire import Header, envelope
+from router_replay.wire import Header, envelope, sets
 from tests.wire.blobs import forged
 
 
@@ -74,3 +74,22 @@ def test_the_quick_bound_of_a_ranks_width_is_a_bound(experts: int, data: st.Data
     k = data.draw(st.integers(1, experts))
     width, bound = kernel.rank_bits(experts, k), kernel.least_rank_bits(experts, k)
     assert width * 0.4 - 3 <= bound <= width
+
+
+def test_unpacking_may_take_as_many_steps_as_allowed_and_no_more() -> None:
+    header = wire.read_header(wide_blob(128, 8, 100))
+    steps = kernel.unranking_steps(100, 8, 128)
+    sets.refuse_slow(header, steps)
+    with pytest.raises(WireError, match=f"takes about {steps:,} steps, more than the {steps - 1:,}"):
+        sets.refuse_slow(header, steps - 1)
+
+
+def test_a_blob_unpacks_into_256_mib_or_64_times_its_size() -> None:
+    assert wire._limit(memoryview(b"some bytes"), None) == 256 << 20
+    assert wire._limit(memoryview(bytes(5 << 20)), None) == 64 * (5 << 20)
+    assert wire._limit(memoryview(b"some bytes"), 7) == 7
+
+
+@pytest.mark.parametrize(("experts", "k"), [(256, 1), (2, 1), (8, 8), (1, 1), (65536, 1)])
+def test_sets_of_whole_bytes_and_of_no_bits_are_read(experts: int, k: int) -> None:
+    assert len(wire.decode(wide_blob(experts, k, 8))) == 8

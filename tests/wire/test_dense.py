@@ -95,3 +95,17 @@ def test_a_read_only_map_of_a_file_is_read_in_place(tmp_path: pathlib.Path) -> N
     back = wire.decode(mapped)
     assert back == routes
     assert np.shares_memory(back.ids, np.frombuffer(mapped, np.uint8))
+
+
+def test_a_forged_row_among_holes_is_named_by_its_own_number_and_layer() -> None:
+    spec = spec_of(128, 8, 3)
+    mask = np.array([True, False, False, True, True, False])
+    blob = wire.encode(Routes(random_routes(6, spec).ids, spec, captured=mask), "dense")
+    offset = wire.read_header(blob).payload_offset
+    for row, layer in ((0, 0), (0, 2), (3, 0), (3, 1), (4, 2)):
+        with pytest.raises(WireError, match=f"row {row}, layer {layer}: experts"):
+            wire.decode(patched(blob, offset + row * spec.row_bytes + layer * 8, b"\7\7"))
+    for row in (1, 2, 5):
+        for byte in (0, spec.row_bytes - 1):
+            with pytest.raises(WireError, match=f"row {row} is not captured"):
+                wire.decode(patched(blob, offset + row * spec.row_bytes + byte, b"\1"))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from router_replay import wire
 from router_replay.errors import WireError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from router_replay.wire import peers
+from tests.wire.blobs import random_routes, spec_of
 from tests.wire.payloads import ENGINE, PAYLOADS, ROWS, SPEC, WIDE, b64, packed, prime, skyrl
 
 # -- what peers really send ---------------------------------------------------------------------
@@ -144,3 +148,21 @@ def test_objects_that_are_none(peer: str, bad: Any) -> None:
         PAYLOADS[peer][0](bad, SPEC)
     with pytest.raises(WireError):
         peers.peer_start(bad)
+
+
+def test_a_start_reaches_to_2_to_the_63_and_no_further() -> None:
+    payload = wire.to_prime_rl(random_routes(2, spec_of(8, 2)))
+    assert wire.peer_start(payload | {"start": 2**63 - 1}) == 2**63 - 1
+    for start in (2**63, 2**63 + 1, 2**64 - 1):
+        with pytest.raises(WireError, match="start"):
+            wire.peer_start(payload | {"start": start})
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32"])
+def test_the_first_negative_id_is_named_by_its_place(dtype: str) -> None:
+    array = np.tile(np.array([0, 1], dtype), (3, 2, 1))
+    array[1, 1, 0] = array[2, 0, 1] = -7
+    data = base64.b64encode(array.tobytes()).decode()
+    payload = {"data": data, "shape": [3, 2, 2], "start": 0, "dtype": dtype}
+    with pytest.raises(WireError, match="row 1, layer 1, slot 0: negative expert id -7"):
+        wire.from_prime_rl(payload, spec_of(8, 2))
