@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang check docs wheel bench fuzz families clean
+.PHONY: setup demo test test-sglang check docs wheel bench fuzz families clean clean-docs
 
 setup: $(READY)
 
@@ -52,6 +52,10 @@ $(DOCS)/.ready: requirements/docs.txt
 	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/docs.txt
 	@touch $@
 
+clean: clean-docs
+clean-docs:
+	rm -rf $(DOCS) site dist
+
 wheel: setup  # a wheel in dist/, and the test that installs one into a clean virtual environment
 	@rm -rf build dist
 	@CC="$(KERNEL_CC)" LDSHARED="$(KERNEL_CC) -shared" $(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir dist .
@@ -73,4 +77,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist site out src/router_replay/_kernel*.so
+	rm -rf $(VENV) build out src/router_replay/_kernel*.so
