@@ -1,5 +1,5 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | docs | wheel | bench | fuzz | families | test-sglang | clean
+# make setup | check | bench | fuzz | families | test-sglang | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang check docs wheel bench fuzz families clean clean-docs
+.PHONY: setup demo test test-sglang check bench fuzz families clean
 
 setup: $(READY)
 
@@ -42,6 +42,9 @@ check: setup docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# make docs | make wheel
+.PHONY: docs wheel clean-docs
 
 # The site in site/; a warning or a broken link is an error. Not --quiet: it hides the warnings from --strict.
 docs: $(DOCS)/.ready
