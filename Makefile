@@ -43,6 +43,9 @@ check: setup docs
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+# make docs | make wheel
+.PHONY: docs wheel clean-docs
+
 # The site in site/; a warning or a broken link is an error. Not --quiet: it hides the warnings from --strict.
 docs: $(DOCS)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
@@ -51,6 +54,10 @@ $(DOCS)/.ready: requirements/docs.txt
 	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/docs.txt
 	@touch $@
+
+clean: clean-docs
+clean-docs:
+	rm -rf $(DOCS) site dist
 
 wheel: setup  # a wheel in dist/, and the test that installs one into a clean virtual environment
 	@rm -rf build dist

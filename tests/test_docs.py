@@ -66,3 +66,9 @@ def test_the_readme_is_a_page_and_shows_how_to_install_and_use_it_first() -> Non
 
 def _module(name: str) -> bool:
     return (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()
+
+
+def test_the_map_of_the_source_names_every_package() -> None:
+    page = text_of(ROOT / "docs" / "architecture.md")
+    packages = {path.parent.name for path in (ROOT / "src" / "router_replay").glob("*/__init__.py")}
+    assert {name for name in packages if not re.search(rf"^  {name}/", page, re.MULTILINE)} == set()
