@@ -263,8 +263,6 @@ def changed(settings: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("settings", "world_size", "parts"),
     [
-        ("model.gradient_checkpointing=reentrant", 1, ['"reentrant" with replay = "r3"', 'set it to "non_reentrant"']),
-        ("replay=r2; model.gradient_checkpointing=reentrant", 1, ['"reentrant" with replay = "r2"']),
         ("model.use_kernels=true", 1, ["model.use_kernels", "never calls it"]),
         ("replay=r2; model.use_kernels=true", 1, ["model.use_kernels"]),
         ("engine.arguments.kv_offloading_size=4", 1, ["engine.arguments.kv_offloading_size=4", "another slot", '"r2"']),
@@ -314,8 +312,10 @@ def test_all_reasons_come_at_once() -> None:
     ("settings", "world_size"),
     [
         ("", 1),
-        ("replay=off; model.gradient_checkpointing=reentrant; model.use_kernels=true", 1),
+        ("replay=off; model.use_kernels=true", 1),
         ("model.gradient_checkpointing=non_reentrant", 1),
+        ("model.gradient_checkpointing=reentrant", 1),
+        ("replay=r2; model.gradient_checkpointing=reentrant", 1),
         ("replay=off; engine.arguments.kv_offloading_size=4", 1),
         ("replay=r2; engine.arguments.enable_return_routed_experts=false", 1),
         ("engine.arguments.kv_offloading_backend=native; engine.arguments.enable_return_routed_experts=true", 1),

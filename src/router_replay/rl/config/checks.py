@@ -34,12 +34,6 @@ def _refused_with_replay(config: TrainConfig) -> Iterator[str]:
     if config.replay == "off":
         return
     replay = f'replay = "{config.replay}"'
-    if config.model.gradient_checkpointing == "reentrant":
-        yield (
-            f'model.gradient_checkpointing = "reentrant" with {replay}: a reentrant recompute runs when the routes of '
-            "its forward are no longer in force, and the gradients are wrong in silence; "
-            'set it to "non_reentrant"'
-        )
     if config.model.use_kernels:
         yield (
             f"model.use_kernels = true with {replay}: a kernel that fuses the router never calls it, and replay "
