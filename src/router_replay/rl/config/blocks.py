@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pathlib
 import re
-from typing import Annotated, Any, Literal
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,6 +20,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
 import router_replay
@@ -37,9 +40,23 @@ def tiny_folder() -> pathlib.Path:
 
 
 class Block(BaseModel):
-    # Strict: "8" is not 8 and 1 is not true, since a quote or a type too many is more often a slip than a wish.
-    # Input is hidden in pydantic's own errors: a URL may hold a password. `_problem` below shows what may be shown.
+    """One table of the TOML file."""
+
+    # Strict: "8" is not 8, and 1 is not true. A wrong type is more often a mistake than intended.
+    # Pydantic's own errors hide the input, since a URL may hold a password; `load.py` shows what may be shown.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """Settings that were renamed, old name to new name. The old name is still read, with a warning."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        for old, new in cls.old_names.items():
+            if isinstance(values, dict) and old in values and new not in values:
+                warnings.warn(f"the setting {old} is now called {new}; please rename it", FutureWarning, stacklevel=2)
+                values = {new if name == old else name: value for name, value in values.items()}
+        return values
 
 
 class ModelConfig(Block):
@@ -57,13 +74,15 @@ class ModelConfig(Block):
 class EngineConfig(Block):
     """Where rollouts come from."""
 
+    old_names: ClassVar[Mapping[str, str]] = {"quantise": "quantize"}
+
     kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
     url: str = ""
     """Of the server, for vllm_http and sglang; without a user name or password."""
     api_key_env: str = ""
     """The environment variable that holds the server's key, for vllm_http and sglang; the key itself stands nowhere."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    quantise: Literal["none", "fp8"] = "none"
+    quantize: Literal["none", "fp8"] = "none"
     """Give the engine weights that were rounded to FP8 blocks, as FP8 rollouts have."""
     max_length: PositiveInt = 512
     weights: str = ""
@@ -126,10 +145,14 @@ class RolloutConfig(Block):
 
 
 class LossConfig(Block):
+    """The policy loss. `docs/training.md` has the formulas."""
+
+    old_names: ClassVar[Mapping[str, str]] = {"normalise": "normalize"}
+
     kind: LossKind = "grpo"
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
-    normalise: Literal["token", "sequence"] = "token"
+    normalize: Literal["token", "sequence"] = "token"
     """Mean over all tokens of the mini-batch, or over sequences of the mean over their tokens. For grpo only."""
     truncated_importance: NonNegativeFloat = 0.0
     """The largest weight old / rollout that a token's loss is multiplied with; 0: no such weight."""

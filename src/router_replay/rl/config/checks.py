@@ -66,10 +66,10 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
             f"loss.truncated_importance = {loss.truncated_importance}: a cap below 1 shrinks every token's loss, also "
             "where engine and trainer agree; set 1 or more, or 0 for no weight"
         )
-    if loss.kind != "grpo" and "normalise" in loss.model_fields_set:
+    if loss.kind != "grpo" and "normalize" in loss.model_fields_set:
         yield (
-            f'loss.normalise = "{loss.normalise}" with loss.kind = "{loss.kind}", which has a mean of its own; '
-            'leave normalise out, or set kind = "grpo"'
+            f'loss.normalize = "{loss.normalize}" with loss.kind = "{loss.kind}", which has a mean of its own; '
+            'leave normalize out, or set kind = "grpo"'
         )
     if config.rollout.group < 2:
         yield (
