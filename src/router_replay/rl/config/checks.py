@@ -110,6 +110,11 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
             f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
             'leave it out, or set kind = "vllm_http" or "sglang"'
         )
+    if config.environment.kind in config.environment.built_in and config.environment.arguments:
+        yield (
+            f'environment.arguments with environment.kind = "{config.environment.kind}", which does not take them; '
+            "they are for a class of your own, as module:Class"
+        )
     if config.environment.kind == "jsonl":
         if not config.environment.file:
             yield 'environment.file is missing: environment.kind = "jsonl" reads its problems from there'
