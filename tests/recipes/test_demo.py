@@ -58,7 +58,7 @@ def test_what_is_said_is_what_was_measured(shown: pathlib.Path) -> None:
 def test_the_runs_differ_in_nothing_but_replay(tmp_path: pathlib.Path) -> None:
     off, r3 = (demo_config(mode, tmp_path, 25, fp8=True) for mode in ("off", "r3"))
     assert off.model_copy(update={"replay": "r3", "output": r3.output}) == r3
-    assert off.engine.quantise == "fp8"
+    assert off.engine.quantize == "fp8"
 
 
 def test_a_demo_removes_an_earlier_demo_and_nothing_else(tmp_path: pathlib.Path) -> None:

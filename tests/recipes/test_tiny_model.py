@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,8 +23,11 @@ from router_replay.recipes.tiny.model import CHARACTERS, RECIPES, Recipe, make_c
 from router_replay.recipes.tiny.warm_start import Progress, WarmStart, make_from_recipe, make_model
 from router_replay.rl.config import EnvironmentConfig, tiny_folder
 from router_replay.rl.environments import make_task
+from router_replay.rl.models import load_tokenizer, model_folder
 
 READY = tiny_folder()
+RECIPE_FOLDER = pathlib.Path(tiny_model.__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 NEVER = 2.0
 SMALL = Recipe(
     layers=2, width=32, heads=2, key_value_heads=1, experts=8, top_k=2, expert_width=32, steps=6, target=NEVER,
@@ -243,6 +247,16 @@ def test_the_gpu_size_has_a_few_hundred_million_parameters() -> None:
 def test_the_ready_model_is_of_the_recipe_and_small() -> None:
     assert tiny_model.is_made(READY, RECIPES["tiny"]), f"the recipe changed: router-replay make-model --out {READY}"
     assert sum(file.stat().st_size for file in READY.rglob("*")) < 12_000_000
+
+
+def test_every_file_of_the_ready_model_is_installed_with_the_package() -> None:
+    """From a wheel, `model.path = "tiny"` must find the model, not train it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    [pattern] = settings["router_replay.recipes.tiny"]
+    assert sorted(RECIPE_FOLDER.glob(pattern)) == sorted(READY.iterdir())
+    assert READY.is_relative_to(RECIPE_FOLDER)
+    assert model_folder("tiny") == READY
+    assert load_tokenizer(READY).decode(load_tokenizer(READY).encode("12+34=")) == "12+34="
 
 
 def test_the_ready_model_is_right_more_often_than_not_and_still_uncertain() -> None:

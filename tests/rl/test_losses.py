@@ -36,7 +36,7 @@ from router_replay.rl.losses import (
 
 LN2 = math.log(2)
 GRPO = LossConfig(kind="grpo")
-BY_SEQUENCE = LossConfig(kind="grpo", normalise="sequence")
+BY_SEQUENCE = LossConfig(kind="grpo", normalize="sequence")
 DR_GRPO = LossConfig(kind="dr_grpo")
 GSPO = LossConfig(kind="gspo")
 LOSSES = [GRPO, BY_SEQUENCE, DR_GRPO, GSPO]
@@ -313,7 +313,7 @@ def test_the_gradient_by_another_formula(config: LossConfig, batch: Any) -> None
     slots, _, _ = batch
     totals = Totals(tokens=17, sequences=6, max_tokens=8)
     loss, _ = policy_loss(slots, capped(config, 1.2), totals, kl=0.3)
-    expected = gradient_by_hand(slots, config.kind, config.normalise, totals, cap=1.2, kl=0.3)
+    expected = gradient_by_hand(slots, config.kind, config.normalize, totals, cap=1.2, kl=0.3)
     assert gradient(loss, slots) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 

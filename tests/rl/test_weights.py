@@ -68,7 +68,7 @@ def test_fp8_rounds_the_matrices_and_leaves_routers_norms_embeddings_and_head(
     model: torch.nn.Module, tmp_path: pathlib.Path
 ) -> None:
     state = model.state_dict()
-    given = sync(model, tmp_path, quantise="fp8", dtype="float32").for_engine(state)
+    given = sync(model, tmp_path, quantize="fp8", dtype="float32").for_engine(state)
     changed = {name for name, tensor in given.items() if not torch.equal(tensor, state[name])}
     kinds = {name.split(".", 3)[-1].removesuffix(".weight") for name in changed}
     assert kinds == {

@@ -88,11 +88,10 @@ def _inspect(chosen: argparse.Namespace) -> int:
     blob = chosen.file.read_bytes()
     header, routes = wire.read_header(blob), wire.decode(blob)
     spec = header.spec
-    known = int(routes.captured.sum())
-    end = header.start + header.rows
-    print(f"{len(blob):,} bytes, codec {header.codec}, rows {header.start} to {end}, {known} captured")
+    known, first = int(routes.captured.sum()), header.start
+    print(f"{len(blob):,} bytes, codec {header.codec}, rows {first} to {first + header.rows}, {known} captured")
     print(f"{spec.top_k} of {spec.num_experts} experts in {len(spec.layers)} layers: {spec.layers}")
     for start, end, version in routes.version_runs or ():
-        print(f"rows {start} to {end}: policy version {version}")
+        print(f"rows {first + start} to {first + end}: policy version {version}")
     print("token digest: " + ("yes" if header.has_token_digest else "no"))
     return 0

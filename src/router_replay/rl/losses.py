@@ -194,7 +194,7 @@ def constant_mean(values: Tensor, totals: Totals) -> Tensor:
 def _mean(values: Tensor, slots: Slots, config: LossConfig, totals: Totals) -> Tensor:
     if config.kind == "dr_grpo":
         return constant_mean(values, totals)
-    if config.kind == "gspo" or config.normalise == "sequence":
+    if config.kind == "gspo" or config.normalize == "sequence":
         return sequence_mean(values, slots.mask, slots.sequences, totals)
     return token_mean(values, totals)
 

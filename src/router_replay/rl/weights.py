@@ -88,7 +88,7 @@ class WeightSync:
 
     def for_engine(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, self._config.dtype)
-        rounded = self._config.quantise == "fp8"
+        rounded = self._config.quantize == "fp8"
         return {
             name: (fp8_rounded(tensor) if rounded and self._is_quantised(name, tensor) else tensor).to(dtype)
             for name, tensor in state.items()

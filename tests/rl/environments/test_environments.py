@@ -376,7 +376,7 @@ def test_an_import_inside_a_reward_function_that_comes_too_late_is_explained(sta
     (standing / "my_late.py").write_text("")
     environment = jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="my_lazy:exact").environment()
     environment.reset(0)
-    with pytest.raises(RewardError, match="Import modules of the current folder at the top of the reward module"):
+    with pytest.raises(RewardError, match="Import modules of the current folder at the top of your module"):
         environment.step(tokens("2"))
 
 

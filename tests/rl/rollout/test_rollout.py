@@ -33,6 +33,7 @@ class Scripted:
     answer: Callable[[int, Sequence[int]], Turn]
     stop_token_ids: tuple[int, ...] = ()
     problems: int | None = None
+    max_turns: int | None = None
     turn: int = 0
 
     def environment(self) -> Environment:
@@ -48,6 +49,14 @@ class Scripted:
 
 def play(engine: EmbeddedEngine, task: Scripted, config: RolloutConfig = CONFIG, max_length: int = 64) -> list[Episode]:
     return Rollout(engine, task, [0, 1], config, max_length=max_length, seed=(0, 0)).run()
+
+
+@pytest.mark.parametrize(("of_the_task", "turns"), [(None, 3), (2, 2), (5, 3)])
+def test_an_episode_ends_at_the_turns_of_its_task_and_of_the_config(
+    engine: EmbeddedEngine, of_the_task: int | None, turns: int
+) -> None:
+    task = Scripted(lambda *_: Turn(done=False, observation=(9,)), max_turns=of_the_task)
+    assert [episode.turns for episode in play(engine, task)] == [turns] * 4
 
 
 def test_observations_are_environment_tokens_with_rows_of_their_own(engine: EmbeddedEngine) -> None:

@@ -25,7 +25,7 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
         None,
         [
             f'replay="{mode}"', f"steps={steps}", f"output={out / mode}", "model.path=tiny", "engine.kind=vllm",
-            "engine.dtype=bfloat16", f'engine.quantise="{"fp8" if fp8 else "none"}"', "engine.max_length=64",
+            "engine.dtype=bfloat16", f'engine.quantize="{"fp8" if fp8 else "none"}"', "engine.max_length=64",
             "engine.arguments.max_num_seqs=256", "environment.kind=arithmetic", "rollout.prompts=64",
             "rollout.group=8", "rollout.max_tokens=8", "optimizer.lr=5e-5", "optimizer.mini_batches=4",
             "trainer.max_tokens=4096", "checkpoint.every=0", "logging.tensorboard=false",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pathlib
 import re
-from typing import Annotated, Any, Literal
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,11 +20,13 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 
 import router_replay
 from router_replay.engines.http import checked_url
 from router_replay.errors import ConfigError, EngineError
+from router_replay.rl import users_code
 
 ReplayMode = Literal["off", "r2", "r3"]
 LossKind = Literal["grpo", "dr_grpo", "gspo"]
@@ -37,9 +41,23 @@ def tiny_folder() -> pathlib.Path:
 
 
 class Block(BaseModel):
-    # Strict: "8" is not 8 and 1 is not true, since a quote or a type too many is more often a slip than a wish.
-    # Input is hidden in pydantic's own errors: a URL may hold a password. `_problem` below shows what may be shown.
+    """One table of the TOML file."""
+
+    # Strict: "8" is not 8, and 1 is not true. A wrong type is more often a mistake than intended.
+    # Pydantic's own errors hide the input, since a URL may hold a password; `load.py` shows what may be shown.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """Settings that were renamed, old name to new name. The old name is still read, with a warning."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        for old, new in cls.old_names.items():
+            if isinstance(values, dict) and old in values and new not in values:
+                warnings.warn(f"the setting {old} is now called {new}; please rename it", FutureWarning, stacklevel=2)
+                values = {new if name == old else name: value for name, value in values.items()}
+        return values
 
 
 class ModelConfig(Block):
@@ -54,8 +72,19 @@ class ModelConfig(Block):
     """transformers' kernels from the hub. Some fuse the router and never call it: refused with replay."""
 
 
+def _without_key(arguments: dict[str, Any], instead: str) -> dict[str, Any]:
+    if "api_key" in arguments:
+        raise ConfigError(
+            "api_key would stand in config.json and the report: put the key into an environment variable, and "
+            + instead
+        )
+    return arguments
+
+
 class EngineConfig(Block):
     """Where rollouts come from."""
+
+    old_names: ClassVar[Mapping[str, str]] = {"quantise": "quantize"}
 
     kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
     url: str = ""
@@ -63,7 +92,7 @@ class EngineConfig(Block):
     api_key_env: str = ""
     """The environment variable that holds the server's key, for vllm_http and sglang; the key itself stands nowhere."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    quantise: Literal["none", "fp8"] = "none"
+    quantize: Literal["none", "fp8"] = "none"
     """Give the engine weights that were rounded to FP8 blocks, as FP8 rollouts have."""
     max_length: PositiveInt = 512
     weights: str = ""
@@ -92,24 +121,55 @@ class EngineConfig(Block):
     @field_validator("arguments")
     @classmethod
     def _arguments_without_key(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        if "api_key" in arguments:
-            raise ConfigError(
-                "api_key would stand in config.json and the report: put the key into an environment variable, and name "
-                "that as engine.api_key_env"
-            )
-        return arguments
+        return _without_key(arguments, "name that as engine.api_key_env")
 
 
 class EnvironmentConfig(Block):
     """What the policy is asked."""
 
-    kind: Literal["arithmetic", "calculator", "jsonl"] = "arithmetic"
+    built_in: ClassVar[Mapping[str, str]] = {
+        "arithmetic": "router_replay.rl.environments.arithmetic:ArithmeticTask",
+        "calculator": "router_replay.rl.environments.calculator:CalculatorTask",
+        "jsonl": "router_replay.rl.environments.jsonl:JsonlTask",
+    }
+    """The short names of `kind`, and the classes that they stand for."""
+
+    kind: str = "arithmetic"
+    """One of the short names, or `module:Class` for a Task of one's own (`environments/base.py`)."""
     digits: Annotated[int, Field(ge=1, le=1000)] = 2
     """Of the operands, for arithmetic and calculator."""
     file: str = ""
     """One JSON object with "prompt" (text or chat messages) and "answer" per line, for jsonl."""
     reward: str = ""
     """`module:function` with (prompt, completion, answer) -> float, for jsonl."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to a class of one's own as they are."""
+
+    @field_validator("kind")
+    @classmethod
+    def _short_name_or_class(cls, kind: str) -> str:
+        module, _, name = kind.partition(":")
+        if kind not in cls.built_in and not (module and name):
+            names = ", ".join(f"'{name}'" for name in cls.built_in)
+            raise ConfigError(f'expected {names} or "module:Class" for an environment of your own, got "{kind:.80}"')
+        return kind
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_without_key(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        return _without_key(arguments, "let the environment read it there")
+
+    @property
+    def task_class(self) -> Any:
+        """The class of the task, imported; ConfigError where it cannot be, or says what it must not."""
+        found = users_code.load(self.built_in.get(self.kind, self.kind), "environment.kind", "class")
+        turns = getattr(found, "max_turns", None)
+        if turns is not None and not (type(turns) is int and turns > 0):
+            raise ConfigError(
+                f"environment.kind = {self.kind!r}: max_turns must be set on the class, as a whole number above 0 or "
+                f"None, got {turns!r}"
+            )
+        return found
 
 
 class RolloutConfig(Block):
@@ -120,16 +180,25 @@ class RolloutConfig(Block):
     max_tokens: PositiveInt = 16
     """Sampled per turn."""
     max_turns: PositiveInt = 8
+    """Per episode."""
     temperature: PositiveFloat = 1.0
     on_missing: Literal["raise", "live"] = "raise"
     """A row that bears loss and was not captured: refuse the sample, or route it live and count it."""
 
+    def turns_of(self, task: Any) -> int:
+        """The most turns of an episode of this task, an object or its class."""
+        return self.max_turns if task.max_turns is None else min(self.max_turns, task.max_turns)
+
 
 class LossConfig(Block):
+    """The policy loss. `docs/training.md` has the formulas."""
+
+    old_names: ClassVar[Mapping[str, str]] = {"normalise": "normalize"}
+
     kind: LossKind = "grpo"
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
-    normalise: Literal["token", "sequence"] = "token"
+    normalize: Literal["token", "sequence"] = "token"
     """Mean over all tokens of the mini-batch, or over sequences of the mean over their tokens. For grpo only."""
     truncated_importance: NonNegativeFloat = 0.0
     """The largest weight old / rollout that a token's loss is multiplied with; 0: no such weight."""
@@ -198,5 +267,5 @@ class TrainConfig(Block):
 
     @property
     def longest_response(self) -> int:
-        """Tokens that an episode can sample at most; only the calculator takes more than one turn."""
-        return self.rollout.max_tokens * (self.rollout.max_turns if self.environment.kind == "calculator" else 1)
+        """The most tokens that an episode can sample; dr_grpo divides by it."""
+        return self.rollout.max_tokens * self.rollout.turns_of(self.environment.task_class)

@@ -34,12 +34,6 @@ def _refused_with_replay(config: TrainConfig) -> Iterator[str]:
     if config.replay == "off":
         return
     replay = f'replay = "{config.replay}"'
-    if config.model.gradient_checkpointing == "reentrant":
-        yield (
-            f'model.gradient_checkpointing = "reentrant" with {replay}: a reentrant recompute runs when the routes of '
-            "its forward are no longer in force, and the gradients are wrong in silence; "
-            'set it to "non_reentrant"'
-        )
     if config.model.use_kernels:
         yield (
             f"model.use_kernels = true with {replay}: a kernel that fuses the router never calls it, and replay "
@@ -72,10 +66,10 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
             f"loss.truncated_importance = {loss.truncated_importance}: a cap below 1 shrinks every token's loss, also "
             "where engine and trainer agree; set 1 or more, or 0 for no weight"
         )
-    if loss.kind != "grpo" and "normalise" in loss.model_fields_set:
+    if loss.kind != "grpo" and "normalize" in loss.model_fields_set:
         yield (
-            f'loss.normalise = "{loss.normalise}" with loss.kind = "{loss.kind}", which has a mean of its own; '
-            'leave normalise out, or set kind = "grpo"'
+            f'loss.normalize = "{loss.normalize}" with loss.kind = "{loss.kind}", which has a mean of its own; '
+            'leave normalize out, or set kind = "grpo"'
         )
     if config.rollout.group < 2:
         yield (
@@ -115,6 +109,11 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
         yield (
             f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
             'leave it out, or set kind = "vllm_http" or "sglang"'
+        )
+    if config.environment.kind in config.environment.built_in and config.environment.arguments:
+        yield (
+            f'environment.arguments with environment.kind = "{config.environment.kind}", which does not take them; '
+            "they are for a class of your own, as module:Class"
         )
     if config.environment.kind == "jsonl":
         if not config.environment.file:

@@ -63,10 +63,10 @@ def _dotted(block: str, name: str) -> str:
 
 
 def _is_left_out(block: Block, key: str) -> bool:
-    """`normalise` means nothing but for grpo, and whoever sets it elsewhere is told so: do not set it by printing."""
+    """`normalize` means nothing but for grpo, and whoever sets it elsewhere is told so: do not set it by printing."""
     return (
         isinstance(block, LossConfig)
-        and key == "normalise"
+        and key == "normalize"
         and block.kind != "grpo"
         and key not in block.model_fields_set
     )

@@ -1,22 +1,35 @@
-"""What the policy is asked, and what its answers are worth."""
+"""What the policy is asked, and what its answers are worth. `base` says how to write an environment of your own."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from router_replay.errors import ConfigError
+from router_replay.rl import users_code
 from router_replay.rl.config import EnvironmentConfig
-from router_replay.rl.environments.arithmetic import ArithmeticTask
 from router_replay.rl.environments.base import Environment, Task, Turn
-from router_replay.rl.environments.calculator import CalculatorTask
-from router_replay.rl.environments.jsonl import JsonlTask
+from router_replay.rl.environments.text import further_tokens, prompt_tokens
 
-__all__ = ["Environment", "Task", "Turn", "make_task"]
+__all__ = ["Environment", "Task", "Turn", "further_tokens", "make_task", "prompt_tokens"]
+
+_MEMBERS = ("stop_token_ids", "problems", "max_turns", "digest", "prompt_lengths", "environment")
 
 
 def make_task(config: EnvironmentConfig, tokenizer: Any, seed: int) -> Task:
-    """The task of a config; whatever is wrong with its files and functions is said here, not in the first step."""
-    if config.kind == "arithmetic":
-        return ArithmeticTask(tokenizer, config.digits, seed)
-    if config.kind == "calculator":
-        return CalculatorTask(tokenizer, config.digits, seed)
-    return JsonlTask(tokenizer, config.file, config.reward)
+    """The task of a config. What is wrong with its files, functions and classes is said here, not in the first step."""
+    kind = config.task_class
+    if config.kind in ("arithmetic", "calculator"):
+        return kind(tokenizer, config.digits, seed)
+    if config.kind == "jsonl":
+        return kind(tokenizer, config.file, config.reward)
+    place = f"environment.kind = {config.kind!r}"
+    given = ", ".join(["tokenizer", f"seed={seed}", *(f"{name}={value!r}" for name, value in config.arguments.items())])
+    with users_code.guarded(f"{place}: {kind.__name__}({given})", ConfigError):
+        task = kind(tokenizer, seed, **config.arguments)
+        missing = [name for name in _MEMBERS if not hasattr(task, name)]
+    if missing:
+        raise ConfigError(
+            f"{place}: {kind.__name__} lacks {', '.join(missing)}; derive it from router_replay.rl.environments.Task, "
+            "which has all but environment"
+        )
+    return task

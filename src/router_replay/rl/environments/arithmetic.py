@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router_replay.rl.environments.base import Turn
 from router_replay.rl.environments.problems import NumbersTask, operands
@@ -15,6 +16,8 @@ def question(first: int, second: int) -> str:
 
 class ArithmeticTask(NumbersTask):
     """Additions of two operands."""
+
+    max_turns: ClassVar[int | None] = 1
 
     def environment(self) -> ArithmeticEnvironment:
         return ArithmeticEnvironment(self)

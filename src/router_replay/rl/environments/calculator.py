@@ -4,7 +4,7 @@
     prompt     call     obs.  call     obs.   answer
 
 A turn that ends with > is a call; one that the calculator does not understand is answered by [!]. Any other turn is the
-answer and ends the episode. How many calls are allowed is the rollout's business.
+answer and ends the episode. `rollout.max_turns` limits the number of calls.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl.environments.base import Turn
+from router_replay.rl.environments.base import Task, Turn
 from router_replay.rl.environments.rewards import RewardFunction
 from router_replay.rl.environments.text import prompt_tokens
 
@@ -32,10 +32,10 @@ class Problem:
     token_ids: npt.NDArray[np.int32]
 
 
-class JsonlTask:
+class JsonlTask(Task):
     """As many problems as the file has lines that are not blank, in the file's order."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    max_turns: ClassVar[int | None] = 1
 
     def __init__(self, tokenizer: Any, file: str, reward: str) -> None:
         if not file:
@@ -44,7 +44,7 @@ class JsonlTask:
         self.reward = RewardFunction(reward)
         self.file = file
         self.lines = read_problems(pathlib.Path(file), tokenizer)
-        self.problems: int | None = len(self.lines)
+        self.problems = len(self.lines)
 
     @property
     def digest(self) -> str:

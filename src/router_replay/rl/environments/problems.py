@@ -9,17 +9,14 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from router_replay.rl.environments.base import Environment
+from router_replay.rl.environments.base import Task
 from router_replay.rl.environments.text import end_of_sequence
 
 KNOWN_PROMPTS = 16
 
 
-class NumbersTask:
+class NumbersTask(Task):
     """Problems about numbers of `digits` digits, without end, answered in tokens of `tokenizer`."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    problems: int | None = None
 
     def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -30,9 +27,6 @@ class NumbersTask:
     @property
     def digest(self) -> str:
         return f"{type(self).__name__} of {self.digits} digits, seed {self.seed}"
-
-    def environment(self) -> Environment:
-        raise NotImplementedError
 
     def prompt_lengths(self) -> Iterable[tuple[str, int]]:
         """Of a few: all numbers have the same digits, so that prompts hardly differ in length."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from router_replay.errors import ConfigError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.environments import Task
+from router_replay.rl.users_code import guarded
 
 SHOWN = 5
 
@@ -14,7 +15,9 @@ def check_prompt_lengths(task: Task, config: TrainConfig) -> list[str]:
     limit, slots, answer = config.engine.max_length, config.trainer.max_tokens, config.rollout.max_tokens
     multiple = config.trainer.ulysses  # a sequence is padded to it, so that it can be shared
     refused, cut = [], []
-    for place, length in task.prompt_lengths():
+    with guarded(f"{type(task).__name__}.prompt_lengths", ConfigError):
+        lengths = list(task.prompt_lengths())
+    for place, length in lengths:
         longest = min(length + answer, limit)
         if length >= limit:
             refused.append(

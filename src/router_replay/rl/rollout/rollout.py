@@ -5,19 +5,19 @@ All episodes take their turns together: one batch of requests per turn. The same
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request, Sampling
-from router_replay.errors import EngineError, RewardError, RouterReplayError
+from router_replay.errors import EngineError, RewardError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Environment, Task, Turn
+from router_replay.rl.users_code import guarded
 from router_replay.stitch import Trajectory
 
 
@@ -64,7 +64,7 @@ class Rollout:
                 self.episodes.append(self._reset(group, problem))
 
     def run(self) -> list[Episode]:
-        for turn in range(self._config.max_turns):
+        for turn in range(self._config.turns_of(self._task)):
             waiting = [episode for episode in self.episodes if not episode.done and self._room(episode)]
             if not waiting:
                 break
@@ -84,7 +84,7 @@ class Rollout:
     # -- asking ---------------------------------------------------------------------------------
 
     def _reset(self, group: int, problem: int) -> Episode:
-        with _of_the_user(f"problem {problem}: {type(self._task).__name__}.environment and its reset"):
+        with guarded(f"problem {problem}: {type(self._task).__name__}.environment and its reset", RewardError):
             environment = self._task.environment()
             prompt = tuple(int(token) for token in environment.reset(problem))
         episode = Episode(len(self.episodes), group, problem, environment, prompt, [Trajectory(self._engine.spec)])
@@ -144,7 +144,7 @@ class Rollout:
         started = time.perf_counter()
         name = f"{type(episode.environment).__name__}.step"
         try:
-            with _of_the_user(f"problem {episode.problem}, turn {episode.turns}: {name}"):
+            with guarded(f"problem {episode.problem}, turn {episode.turns}: {name}", RewardError):
                 turn = episode.environment.step(tokens)
         finally:
             self.seconds_in_environments += time.perf_counter() - started
@@ -153,17 +153,6 @@ class Rollout:
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
         return turn
-
-
-@contextlib.contextmanager
-def _of_the_user(what: str) -> Iterator[None]:
-    """Whatever the code in here raises is a RewardError, sys.exit too: it would end the run with status 0."""
-    try:
-        yield
-    except (RouterReplayError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise RewardError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def seed_of(*numbers: int) -> int:
