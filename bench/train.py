@@ -26,13 +26,14 @@ from bench.replay import time_rounds
 from router_replay.batch import Sample, pack
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.replay.state import Plan
-from router_replay.rl import delivery, ranks
 from router_replay.rl.config import TrainConfig, load_config
-from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.environments import make_task
 from router_replay.rl.episodes import samples_of
-from router_replay.rl.models import load_tokenizer, model_folder
-from router_replay.rl.policy import Policy
+from router_replay.rl.policy import delivery
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.models import load_tokenizer, model_folder
+from router_replay.rl.policy.policy import Policy
+from router_replay.rl.processes import ranks
 from router_replay.rl.rollout import Rollout
 
 LIMITS = {"cuda": 1.03, "cpu": 1.05}  # off against off differs by up to 3 % on two noisy cores
@@ -70,11 +71,9 @@ def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[s
     whole = next(batch.bins())
     [local] = whole.split(1)
     read = _reads_of_the_routers(policy, MiniBatch((local,), int(whole.label_mask.sum()), 1))
-    first = samples[int(whole.sample_ids[0])].routes
-    assert first is not None and batch.routes is not None and whole.routes is not None and local.routes is not None
-    arrays = {"pack": batch.routes.ids, "bins": whole.routes.ids, "split": local.routes.ids}
-    before = itertools.chain([first.ids], arrays.values())
-    copied = [name for (name, now), was in zip(arrays.items(), before, strict=False) if not np.shares_memory(now, was)]
+    places = {"sample": samples[int(whole.sample_ids[0])], "pack": batch, "bins": whole, "split": local}
+    rows = [(name, holder.routes.ids) for name, holder in places.items() if holder.routes is not None]
+    copied = [name for (_, was), (name, now) in itertools.pairwise(rows) if not np.shares_memory(was, now)]
     copied += ["tensor"] if read[0].device.type == "cpu" else ["tensor", "device"]
     return copied + ["device again"] * (len({one.data_ptr() for one in read}) - 1)
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from router_replay.errors import TrainError
-from router_replay.rl import checkpoints
 from router_replay.rl.config import TrainConfig, config_error
 from router_replay.rl.environments import Task
-from router_replay.rl.models import model_folder
+from router_replay.rl.policy.models import model_folder
+from router_replay.rl.state import checkpoints
 
 EDGE = 2**20  # bytes of each end of a weight file that the fingerprint reads
 WEIGHTS = ("*.safetensors", "*.bin")

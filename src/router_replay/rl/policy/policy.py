@@ -27,10 +27,10 @@ from router_replay.replay import RouterReplay, Ulysses, logprobs
 from router_replay.replay.packing import why_not_packed
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.delivery import MiniBatch
-from router_replay.rl.losses import LossSums, Slots, Totals, policy_loss
-from router_replay.rl.models import load_model, model_folder
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.losses import LossSums, Slots, Totals, policy_loss
+from router_replay.rl.policy.models import load_model, model_folder
+from router_replay.rl.processes.ranks import Ranks
 from router_replay.routes import Routes
 
 

@@ -14,11 +14,11 @@ import torch
 from router_replay import Routes, Sample
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError, TrainError
-from router_replay.rl import delivery
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.delivery import MiniBatch
-from router_replay.rl.policy import Policy, Scored
-from router_replay.rl.ranks import Ranks, join, leave
+from router_replay.rl.policy import delivery
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.policy import Policy, Scored
+from router_replay.rl.processes.ranks import Ranks, join, leave
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))
 
@@ -70,7 +70,10 @@ def test_r3_replays_the_engines_rows_in_both_passes(make: Callable[..., Policy])
     for routes in used:
         assert np.array_equal(routes.ids[asked.captured], asked.ids[asked.captured])
     counts = policy.route_counts()
-    assert (set(counts.rows_replayed), set(counts.rows_live)) == ({2 * 19}, {0})  # the last token of each sequence predicts nothing
+    assert (set(counts.rows_replayed), set(counts.rows_live)) == (
+        {2 * 19},
+        {0},
+    )  # the last token of each sequence predicts nothing
     assert counts.agreement is not None
     assert np.mean(counts.agreement) < 0.2  # random rows
     assert set(policy.route_counts().rows_replayed) == {0}  # counted since the last call

@@ -9,9 +9,9 @@ import torch
 
 from bench.train import row_copies
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy import Policy
-from router_replay.rl.ranks import Ranks
-from tests.rl.test_policy import samples
+from router_replay.rl.policy.policy import Policy
+from router_replay.rl.processes.ranks import Ranks
+from tests.rl.policy.test_policy import samples
 
 
 def test_a_row_is_copied_by_pack_and_into_one_tensor(
