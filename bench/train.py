@@ -18,6 +18,7 @@ import sys
 import tempfile
 import unittest.mock
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[s
     whole = next(batch.bins())
     [local] = whole.split(1)
     read = _reads_of_the_routers(policy, MiniBatch((local,), int(whole.label_mask.sum()), 1))
-    places = {"sample": samples[int(whole.sample_ids[0])], "pack": batch, "bins": whole, "split": local}
+    places: dict[str, Any] = {"sample": samples[int(whole.sample_ids[0])], "pack": batch, "bins": whole, "split": local}
     rows = [(name, holder.routes.ids) for name, holder in places.items() if holder.routes is not None]
     copied = [name for (_, was), (name, now) in itertools.pairwise(rows) if not np.shares_memory(was, now)]
     copied += ["tensor"] if read[0].device.type == "cpu" else ["tensor", "device"]
