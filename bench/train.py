@@ -5,27 +5,35 @@
 
 One set of episodes is sampled by the embedded engine with its routes; each round then runs one whole step of every
 mode on it, in turn, each with its own policy. The figure is the median over rounds of mode / off within the round.
+It also follows the rows of R3 from the samples to the routers and prints where they were copied.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from bench.replay import time_rounds
+from router_replay.batch import Sample, pack
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.rl import delivery, ranks
+from router_replay.replay.state import Plan
 from router_replay.rl.config import TrainConfig, load_config
-from router_replay.rl.delivery import MiniBatch
 from router_replay.rl.environments import make_task
-from router_replay.rl.models import load_tokenizer, model_folder
-from router_replay.rl.policy import Policy
+from router_replay.rl.policy import delivery
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.models import load_tokenizer, model_folder
+from router_replay.rl.policy.policy import Policy
+from router_replay.rl.processes import ranks
 from router_replay.rl.rollout import Rollout
 from router_replay.rl.rollout.episodes import samples_of
 
@@ -45,14 +53,44 @@ def settings(arguments: argparse.Namespace, mode: str, output: str) -> TrainConf
     )  # fmt: skip
 
 
-def sampled(config: TrainConfig, here: ranks.Ranks) -> list[MiniBatch]:
+def sampled(config: TrainConfig, here: ranks.Ranks) -> list[Sample]:
     folder = model_folder(config.model.path)
     task = make_task(config.environment, load_tokenizer(folder), config.seed)
     with EmbeddedEngine(folder, max_length=config.engine.max_length, device_map=str(here.device)) as engine:
         rollout = Rollout(engine, task, range(config.rollout.prompts), config.rollout, max_length=128, seed=(0, 0))
-        samples, numbers = samples_of(rollout.run(), config, with_routes=True)
-    parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (0, 0))
+        return samples_of(rollout.run(), config, with_routes=True)[0]
+
+
+def planned(samples: list[Sample], config: TrainConfig, here: ranks.Ranks) -> list[MiniBatch]:
+    parts = delivery.split(samples, range(len(samples)), config.optimizer.mini_batches, (0, 0))
     return delivery.plan(parts, here, config.trainer.max_tokens, "raise")[0]
+
+
+def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[str]:
+    """The places between a sample and the routers of score and update where its rows are copied."""
+    batch = pack(samples, max_tokens)
+    whole = next(batch.bins())
+    [local] = whole.split(1)
+    read = _reads_of_the_routers(policy, MiniBatch((local,), int(whole.label_mask.sum()), 1))
+    places: dict[str, Any] = {"sample": samples[int(whole.sample_ids[0])], "pack": batch, "bins": whole, "split": local}
+    rows = [(name, holder.routes.ids) for name, holder in places.items() if holder.routes is not None]
+    copied = [name for (_, was), (name, now) in itertools.pairwise(rows) if not np.shares_memory(was, now)]
+    copied += ["tensor"] if read[0].device.type == "cpu" else ["tensor", "device"]
+    return copied + ["device again"] * (len({one.data_ptr() for one in read}) - 1)
+
+
+def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]:
+    """The tensors of rows that the routers read from in one step."""
+    read: list[torch.Tensor] = []
+    column = Plan.column
+
+    def reading(plan: Plan, index: int) -> torch.Tensor:
+        read.append(plan.ids_TLK)
+        return column(plan, index)
+
+    with unittest.mock.patch.object(Plan, "column", reading):
+        policy.update(mini, policy.score(mini))
+    return read
 
 
 def main() -> int:
@@ -68,7 +106,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as output:
         configs = {mode: settings(arguments, mode, output) for mode in MODES}
     here = ranks.join(configs["off"])
-    minis = sampled(configs["off"], here)
+    samples = sampled(configs["off"], here)
+    minis = planned(samples, configs["off"], here)
     policies = {mode: Policy(config, here, model_folder(config.model.path)) for mode, config in configs.items()}
 
     def step(policy: Policy) -> None:
@@ -89,6 +128,8 @@ def main() -> int:
     for mode, taken in seconds.items():
         ratios[mode] = statistics.median(a / b for a, b in zip(taken, seconds["off"], strict=True))
         print(f"| {mode} | {statistics.median(taken) * 1e3:.1f} | {ratios[mode]:.4f}x |")
+    copies = row_copies(samples, policies["r3"], arguments.tokens)
+    print(f"\nrows are copied {len(copies)} times between a sample and the routers: {', '.join(copies)}")
     limit = LIMITS[here.device.type]
     missed = ratios["r3"] > limit
     print(f"\na step with R3 costs {ratios['r3']:.4f}x (limit {limit}x): {'MISSED' if missed else 'ok'}")

@@ -11,7 +11,7 @@ from router_replay.errors import ConfigError, TrainError
 from router_replay.recipes.tiny.demo import _clear, demo_config, findings, run_demo
 from router_replay.report import comparison
 from router_replay.report.runs import Run
-from router_replay.rl.run_folder import LOCK, hold
+from router_replay.rl.state.run_folder import LOCK, hold
 from router_replay.run_files import read_metrics
 
 

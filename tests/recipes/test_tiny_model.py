@@ -23,7 +23,7 @@ from router_replay.recipes.tiny.model import CHARACTERS, RECIPES, Recipe, make_c
 from router_replay.recipes.tiny.warm_start import Progress, WarmStart, make_from_recipe, make_model
 from router_replay.rl.config import EnvironmentConfig, tiny_folder
 from router_replay.rl.environments import make_task
-from router_replay.rl.models import load_tokenizer, model_folder
+from router_replay.rl.policy.models import load_tokenizer, model_folder
 
 READY = tiny_folder()
 RECIPE_FOLDER = pathlib.Path(tiny_model.__file__).parent

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 def run(chosen: argparse.Namespace) -> int:
     from router_replay.rl.config import load_config, to_toml
     from router_replay.rl.config.checks import check_config
-    from router_replay.rl.ranks import world_size
+    from router_replay.rl.processes.ranks import world_size
 
     config = load_config(chosen.config, chosen.set)
     if chosen.dry_run:
@@ -29,7 +29,7 @@ def run(chosen: argparse.Namespace) -> int:
             print(f"# note: {warning}")
         print(to_toml(config), end="")
         return 0
-    from router_replay.rl.sync_loop import train
+    from router_replay.rl.loop.train import train
 
     progress = train(config, resume=chosen.resume)
     if os.environ.get("RANK", "0") == "0":

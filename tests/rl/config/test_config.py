@@ -434,7 +434,7 @@ def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("router_replay.rl.sync_loop.train", interrupted)
+    monkeypatch.setattr("router_replay.rl.loop.train.train", interrupted)
     assert main(["train", "--set", "model.path=tiny"]) == 130
     assert capsys.readouterr().err == "router-replay train: interrupted\n"
 

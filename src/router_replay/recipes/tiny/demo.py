@@ -8,8 +8,8 @@ import shutil
 from router_replay.errors import ConfigError
 from router_replay.report import Row, Run, comparison, write_report
 from router_replay.rl.config import TrainConfig, load_config
-from router_replay.rl.run_folder import LOCK, hold
-from router_replay.rl.sync_loop import train
+from router_replay.rl.loop.train import train
+from router_replay.rl.state.run_folder import LOCK, hold
 
 MODES = ("off", "r3")
 MARK = ".demo"

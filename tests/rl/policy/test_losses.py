@@ -18,7 +18,7 @@ from torch import Tensor
 
 from router_replay.errors import BatchError, ConfigError, TrainError
 from router_replay.rl.config import LossConfig
-from router_replay.rl.losses import (
+from router_replay.rl.policy.losses import (
     LossSums,
     Slots,
     Totals,

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from router_replay.errors import TrainError
-from router_replay.rl import checkpoints
 from router_replay.rl.config import TrainConfig, config_error
 from router_replay.rl.environments import Task
-from router_replay.rl.models import model_folder
+from router_replay.rl.policy.models import model_folder
+from router_replay.rl.processes.ranks import world_size
+from router_replay.rl.state import checkpoints
 
 EDGE = 2**20  # bytes of each end of a weight file that the fingerprint reads
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -29,11 +30,13 @@ class RunRecord:
     config: dict[str, Any]
     model: str
     problems: str
+    processes: int | None = None  # of older versions it is not known
     history: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of(cls, config: TrainConfig, task: Task) -> Self:
-        return cls(config.model_dump(mode="json"), fingerprint(model_folder(config.model.path)), task.digest)
+        model = fingerprint(model_folder(config.model.path))
+        return cls(config.model_dump(mode="json"), model, task.digest, world_size())
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], place: pathlib.Path) -> Self:
@@ -58,6 +61,8 @@ class RunRecord:
             way_out = "set them back to go on, or set another output for a new run"
             raise config_error(f"--resume: {output} holds a run with other settings; {way_out}", refused)
         changes = _changes(before.config, self.config)
+        if before.processes not in (None, self.processes):  # which is no setting, and any number will do
+            changes["processes"] = [before.processes, self.processes]
         news = ({"step": step, "changes": changes},) if changes else ()
         return dataclasses.replace(self, history=(*before.history, *news))
 

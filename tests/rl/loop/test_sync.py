@@ -24,14 +24,15 @@ from router_replay import wire
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.types import Completion, Request
 from router_replay.errors import ConfigError, EngineError, RewardError, TrainError
-from router_replay.rl import checkpoints, policy
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.log.metrics import NAMES, MetricsWriter, read_metrics
+from router_replay.rl.loop.train import train
+from router_replay.rl.policy import policy
 from router_replay.rl.rollout import Rollout
-from router_replay.rl.sync_loop import train
-from router_replay.rl.weights import WeightSync
+from router_replay.rl.state import checkpoints
+from router_replay.rl.weights.sync import WeightSync
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def weights(output: pathlib.Path) -> dict[str, torch.Tensor]:
@@ -258,7 +259,7 @@ def test_what_fails_on_the_first_rank_ends_the_others_too(
     script = tmp_path / "push.py"
     script.write_text(
         "import sys\nfrom router_replay.cli import main\nfrom router_replay.errors import EngineError\n"
-        "from router_replay.rl.weights import WeightSync\n"
+        "from router_replay.rl.weights.sync import WeightSync\n"
         "def push(*_):\n    raise EngineError('the engine is gone')\n"
         "WeightSync.push = push\nsys.exit(main())\n"
     )

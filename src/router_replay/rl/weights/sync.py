@@ -1,6 +1,6 @@
-"""The policy's weights on their way into the engine: cast, rounded as FP8 rollouts are, and swapped in.
+"""WeightSync: gives the engine the policy's new weights, in the engine's type and rounded where its rollouts use FP8.
 
-The embedded engine takes the tensors themselves, vLLM in this process reads them from shared memory, a server from a
+The embedded engine takes the tensors themselves. vLLM in this process reads them from shared memory, a server from a
 Hugging Face folder.
 """
 
@@ -19,12 +19,10 @@ import torch
 
 from router_replay.engines.base import Engine
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
-from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
-
-BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
-LARGEST = 448.0  # of float8_e4m3
+from router_replay.rl.weights.fp8 import fp8_rounded
+from router_replay.rl.weights.shared import Segment
 
 
 class WeightSync:
@@ -32,8 +30,7 @@ class WeightSync:
 
     def __init__(self, config: EngineConfig, model: Any, routers: frozenset[str]) -> None:
         self._config, self._model, self._routers = config, model, routers
-        self._segment: SharedWeights | None = None
-        self._fits_shared_memory = True
+        self._segment = Segment(model)
         wanted = [pathlib.Path(config.weights)] if config.weights else []
         for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # wherever a run may write
             sweep(folder)
@@ -78,7 +75,7 @@ class WeightSync:
         kind = self._config.kind
         if kind == "embedded":
             engine.update_weights(self.for_engine(state), version)
-        elif kind == "vllm" and (segment := self._shared(state)) is not None:
+        elif kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
             engine.update_weights(segment, version)
         else:
             engine.update_weights(str(self.export(state, version)), version)
@@ -95,41 +92,13 @@ class WeightSync:
         }
 
     def close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
+        self._segment.close()
         self._closing.close()
-
-    def _shared(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
-        """One segment for the whole run; None where shared memory has no room for it (a container's 64 MB)."""
-        if not self._fits_shared_memory:
-            return None
-        tensors = checkpoint_tensors(self._model, self.for_engine(state))
-        if self._segment is not None:
-            self._segment.write(tensors)
-            return self._segment
-        try:
-            self._segment = share(tensors)
-        except EngineError:
-            self._fits_shared_memory = False
-        return self._segment
 
     def _is_quantised(self, name: str, tensor: torch.Tensor) -> bool:
         """The matrices of attention and experts; as in FP8 checkpoints, not routers, norms, embeddings and the head."""
         kept = any(name.startswith(f"{router}.") for router in self._routers) or "embed" in name or "lm_head" in name
         return tensor.ndim >= 2 and not kept
-
-
-def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Round to float8_e4m3 with one scale per 128 x 128 block of the last two dimensions, and back."""
-    rows, columns = tensor.shape[-2:]
-    out = torch.empty_like(tensor, dtype=torch.float32)
-    for row in range(0, rows, BLOCK):
-        for column in range(0, columns, BLOCK):
-            place = (..., slice(row, row + BLOCK), slice(column, column + BLOCK))
-            block = tensor[place].float()
-            scale = block.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-12) / LARGEST
-            out[place] = (block / scale).to(torch.float8_e4m3fn).float() * scale
-    return out
 
 
 def _roomy(wanted: str, needed: int) -> str | None:

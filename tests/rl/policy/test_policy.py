@@ -14,11 +14,11 @@ import torch
 from router_replay import Routes, Sample
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError, TrainError
-from router_replay.rl import delivery
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.delivery import MiniBatch
-from router_replay.rl.policy import Policy, Scored
-from router_replay.rl.ranks import Ranks, join, leave
+from router_replay.rl.policy import delivery
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.policy import Policy, Scored
+from router_replay.rl.processes.ranks import Ranks, join, leave
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))
 

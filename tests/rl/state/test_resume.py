@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl import checkpoints
 from router_replay.rl.config import TrainConfig, load_config
-from router_replay.rl.sync_loop import SyncLoop, train
+from router_replay.rl.loop.run import Run
+from router_replay.rl.loop.train import train
+from router_replay.rl.state import checkpoints
 from tests.rl.conftest import settings_of
 
 
@@ -121,14 +122,14 @@ def test_a_checkpoint_of_an_older_version_goes_on_and_says_what_it_lacks(
 
 def test_the_optimizers_settings_are_those_of_now(started: Callable[..., TrainConfig]) -> None:
     """Its file has those of before, and loading it must not bring them back."""
-    from router_replay.rl import ranks
+    from router_replay.rl.processes import ranks
 
     config = started("optimizer.weight_decay=0.25", "optimizer.betas=[0.5, 0.75]")
-    with SyncLoop(config, ranks.join(config), resume=True) as loop:
-        [group] = loop.policy.optimizer.param_groups
+    with Run(config, ranks.join(config), resume=True) as run:
+        [group] = run.policy.optimizer.param_groups
         assert (group["weight_decay"], tuple(group["betas"])) == (0.25, (0.5, 0.75))
-        assert loop.policy.updates == 4
-        assert any(state for state in loop.policy.optimizer.state.values())
+        assert run.policy.updates == 4
+        assert any(state for state in run.policy.optimizer.state.values())
 
 
 # -- checkpoints that were damaged -----------------------------------------------------------------------

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from router_replay import wire
 from router_replay.batch import Batch, LocalBatch, Sample, pack
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.processes.ranks import Ranks
 
 WHOLE_SEQUENCES: Literal["contiguous"] = "contiguous"  # how Ulysses cuts a bin
 
@@ -134,7 +134,7 @@ def _sent(local: LocalBatch) -> _Micro:
 
 
 def _received(micro: _Micro) -> LocalBatch:
-    arrays = {name: np.frombuffer(getattr(micro, name), dtype) for name, dtype in ARRAYS.items()}
+    arrays: dict[str, Any] = {name: np.frombuffer(getattr(micro, name), dtype) for name, dtype in ARRAYS.items()}
     whole = Batch(**arrays, routes=None, slots=np.arange(len(arrays["token_ids"])))
     # The sender is this package, and its rows were checked where they entered.
     rows = None if micro.routes is None else wire.decode(micro.routes, check_rows=False)

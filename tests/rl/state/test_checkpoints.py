@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl import checkpoints
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.sync_loop import train
+from router_replay.rl.loop.train import train
+from router_replay.rl.state import checkpoints
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 STEPS = 5
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from router_replay import RouterSpec, Routes, Sample, wire
 from router_replay.batch import Batch
 from router_replay.errors import WireError
-from router_replay.rl import delivery
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.policy import delivery
+from router_replay.rl.processes.ranks import Ranks
 
 SPEC = RouterSpec(num_experts=16, top_k=2, layers=(0, 1))
 

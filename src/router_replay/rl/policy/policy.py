@@ -28,10 +28,10 @@ from router_replay.measure import route_agreement
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.delivery import MiniBatch
-from router_replay.rl.losses import LossSums, Slots, Totals, policy_loss
-from router_replay.rl.models import load_model, model_folder
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.losses import LossSums, Slots, Totals, policy_loss
+from router_replay.rl.policy.models import load_model, model_folder
+from router_replay.rl.processes.ranks import Ranks
 from router_replay.routes import Routes
 
 

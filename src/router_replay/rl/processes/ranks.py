@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from router_replay.errors import ConfigError, TrainError
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.watch import NoWatch, Watch
+from router_replay.rl.processes.watch import NoWatch, Watch
 
 # Of one collective: the others wait while the first rank plays rollouts, for as long as it gets on. The watch, which
 # knows whether it does, ends a run long before this.
@@ -68,13 +68,12 @@ class Ranks:
             mine = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(mine, src=0)
             return mine.numpy().tobytes()
-        messages = [_as_tensor(part) for part in parts[1:]]
-        for sent in [dist.isend(message, rank) for rank, message in enumerate(messages, start=1)]:
-            sent.wait()
+        for rank, part in enumerate(parts[1:], start=1):
+            dist.send(_as_tensor(part), dst=rank)
         return bytes(parts[0])
 
     def gather(self, values: np.ndarray) -> list[np.ndarray]:
-        """The float32 arrays that the ranks gave, on the first rank; nothing elsewhere. Only the last axis may differ."""
+        """On the first rank the float32 arrays of all ranks, elsewhere nothing. Only their last axis may differ."""
         if self.world == 1:
             return [values]
         lengths = torch.zeros(self.world, dtype=torch.int64)

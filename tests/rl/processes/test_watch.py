@@ -10,11 +10,13 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 HEAD = """
 import os, sys, time
 from router_replay.cli import main
-from router_replay.rl import checkpoints, policy, sync_loop
+from router_replay.rl.loop import run
+from router_replay.rl.policy import policy
+from router_replay.rl.state import checkpoints
 from router_replay.rl.log.metrics import MetricsWriter
 second = os.environ["RANK"] == "1"
 """
@@ -44,7 +46,7 @@ RAISES = {
 def load(*_):
     raise KeyError("the second rank fell over")
 if second:
-    sync_loop.Policy = load
+    run.Policy = load
 """,
     "score": """
 def score(*_):

@@ -22,9 +22,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from router_replay.errors import TrainError
-from router_replay.rl.models import WHOLE_ON_CPU, whole_state
-from router_replay.rl.policy import Policy
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.policy.models import WHOLE_ON_CPU, whole_state
+from router_replay.rl.policy.policy import Policy
+from router_replay.rl.processes.ranks import Ranks
 
 FOLDER = "checkpoints"
 TRAINER, PROGRESS, RECORD = "trainer.pt", "progress.json", "run.json"

@@ -22,9 +22,10 @@ from router_replay.engines.shared_memory import SHARED_MEMORY, is_locked, sweep
 from router_replay.engines.types import Request, Sampling
 from router_replay.engines.vllm.weights import share
 from router_replay.errors import ConfigError, EngineError
-from router_replay.rl import weights
 from router_replay.rl.config import EngineConfig
-from router_replay.rl.weights import WeightSync, fp8_rounded
+from router_replay.rl.weights import sync as weights
+from router_replay.rl.weights.fp8 import fp8_rounded
+from router_replay.rl.weights.sync import WeightSync
 
 
 def load(folder: pathlib.Path) -> torch.nn.Module:

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import pytest
 
 from router_replay.errors import ConfigError, TrainError
-from router_replay.rl import run_folder
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.run_folder import LOCK, hold
-from router_replay.rl.sync_loop import train
+from router_replay.rl.loop.train import train
+from router_replay.rl.state import run_folder
+from router_replay.rl.state.run_folder import LOCK, hold
 
 HOLDER = """
 import pathlib, sys, time
-from router_replay.rl.run_folder import hold
+from router_replay.rl.state.run_folder import hold
 with hold(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

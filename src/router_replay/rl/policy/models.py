@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from router_replay.errors import ConfigError
 from router_replay.rl.config import ModelConfig, tiny_folder
-from router_replay.rl.ranks import Ranks
+from router_replay.rl.processes.ranks import Ranks
 
 WEIGHTS = "model.safetensors"
 

@@ -1,0 +1,42 @@
+"""Phases: what a run does now, for the display and the watch, and how long each phase of a step took."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from router_replay.rl.log.display import Display, Quiet
+from router_replay.rl.processes.watch import NoWatch, Watch
+
+CHECKPOINT = "seconds/checkpoint"
+
+
+class Phases:
+    """Names the phase of a step and measures it. `seconds` goes into the step's metrics."""
+
+    def __init__(self, display: Display | Quiet, watch: Watch | NoWatch) -> None:
+        self._display, self._watch = display, watch
+        self._started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """Start to measure a step. The last checkpoint was written after its own step's metrics: report it here."""
+        self._started = time.perf_counter()
+        self.seconds = {name: value for name, value in self.seconds.items() if name == CHECKPOINT}
+
+    def end_step(self) -> dict[str, float]:
+        """The seconds of the step and of each of its phases."""
+        seconds, self.seconds = self.seconds, {}
+        return {**seconds, "seconds/step": time.perf_counter() - self._started}
+
+    def say(self, phase: str) -> None:
+        self._display.phase(phase)
+        self._watch.phase(phase)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.say(name)
+        started = time.perf_counter()
+        yield
+        self.seconds[f"seconds/{name}"] = time.perf_counter() - started

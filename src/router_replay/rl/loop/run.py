@@ -1,0 +1,167 @@
+"""Run: what one rank holds from the start of a run to its end, and what every loop does with it.
+
+A loop (`sync.py`) is the algorithm; everything it needs is here: the policy, the first rank's work, the progress, and
+its checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from router_replay.errors import ConfigError, TrainError
+from router_replay.rl.config import TrainConfig
+from router_replay.rl.log.display import Display, Quiet
+from router_replay.rl.loop.first_rank import FirstRank
+from router_replay.rl.loop.phases import Phases
+from router_replay.rl.policy import delivery
+from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.models import LoadError, load_tokenizer, model_folder, whole_state
+from router_replay.rl.policy.policy import Policy, Scored, old_and_rollout
+from router_replay.rl.processes.ranks import Ranks
+from router_replay.rl.state import checkpoints
+from router_replay.rl.state.checkpoints import Progress
+
+T = TypeVar("T")
+
+
+class Run:
+    """One rank's side of a run. `first` does the first rank's work, and is None on the others.
+
+    `updating` is True while the weights may be those of half a step; `agreed` is the failure that every rank knows of.
+    """
+
+    def __init__(self, config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str] = ()) -> None:
+        self.config, self.ranks = config, here
+        self.updating = False
+        self.agreed: BaseException | None = None
+        self.first: FirstRank | None = None
+        self._closing = contextlib.ExitStack()
+        checkpoint = self._checkpoint_to_resume(resume)
+        self.progress = Progress() if checkpoint is None else checkpoints.read_progress(checkpoint)
+        self.saved_step = self.progress.step if checkpoint is not None else None
+        title = f"{config.output.name}: replay {config.replay}"
+        self.display: Display | Quiet = Quiet()
+        if here.is_first:
+            self.display = Display(config.steps, title, done=self.progress.step)
+        self.phases = Phases(self.display, here.watch)
+        self._closing.enter_context(self.display)
+        here.watch.give_up = self._closing.close
+        with self._end_on_error():
+            for warning in warnings:
+                self.display.note(warning)
+            self._load(checkpoint)
+            state = whole_state(self.policy.model)
+            if self.first is not None:
+                self.phases.say("starting the engine")
+                self.first.start(self.policy, state, self.progress, self.display, self._closing)
+
+    def _load(self, checkpoint: pathlib.Path | None) -> None:
+        """The first rank reads the problems and compares the settings before the model: they are often refused."""
+        self.phases.say("loading the model")
+        folder = checkpoint or model_folder(self.config.model.path)
+        try:
+            self._tokenizer = load_tokenizer(folder)
+            if self.ranks.is_first:
+                note = self.display.note
+                self.first = FirstRank(self.config, self._tokenizer, checkpoint, self.progress, note)
+            self.policy = Policy(self.config, self.ranks, folder)
+        except LoadError as error:
+            raise (error if checkpoint is None else checkpoints.damaged(checkpoint, error.file, error)) from error
+        if checkpoint is not None:
+            checkpoints.restore(self.policy, checkpoint)
+
+    # -- what a step is made of -------------------------------------------------------------------
+
+    def rollout(self) -> list[MiniBatch]:
+        """Play this step's problems on the first rank; every rank gets its mini-batches."""
+        self.ranks.watch.phase("rollout")
+
+        def play(first: FirstRank) -> list[list[MiniBatch]]:
+            return first.plan(first.play(self.progress, self.ranks, self.phases), self.progress, self.ranks)
+
+        plans, failure = self.on_first(play)
+        if failure is not None:
+            raise failure
+        return delivery.deliver(plans, self.ranks)
+
+    def step_is_done(self) -> None:
+        """Count the step whose updates were all made."""
+        self.progress = Progress(
+            step=self.progress.step + 1,
+            version=self.progress.version + 1,
+            problem=self.progress.problem + self.config.rollout.prompts,
+            updates=self.policy.updates,
+        )
+        self.updating = False
+
+    def push(self) -> BaseException | None:
+        """Give the engine the new weights. A failure is returned, since the step's metrics are still to be written."""
+        state = whole_state(self.policy.model)
+        return self.on_first(lambda first: first.push(state, self.progress.version))[1]
+
+    def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:
+        """Gather what the ranks found out; the first rank writes it."""
+        seconds = self.phases.end_step()
+        routes = self.policy.route_counts()
+        mine = old_and_rollout(minis, scored)
+        gaps = self.ranks.gather(mine if self.ranks.piece == 0 else mine[:, :0])  # ranks of a replica have the same
+        if self.first is not None:
+            self.first.report(self.progress, figures, gaps, routes, seconds)
+
+    def save(self) -> None:
+        """Write a checkpoint of the progress."""
+        with self.phases.phase("checkpoint"):
+            self.save_to(self.config.output, self.progress, self.config.checkpoint.keep)
+        self.saved_step = self.progress.step
+
+    def save_to(self, output: pathlib.Path, progress: Progress, keep: int) -> None:
+        record = None if self.first is None else self.first.record.as_json()
+        checkpoints.save(self.policy, progress, self._tokenizer, output, keep, self.ranks, record)
+
+    # -- ranks that must agree --------------------------------------------------------------------
+
+    def on_first(self, work: Callable[[FirstRank], T]) -> tuple[T | None, BaseException | None]:
+        """What the first rank's work returned, or what it raised. Every rank learns of a failure, and none waits."""
+        result, failure = None, None
+        if self.first is not None:
+            try:
+                result = work(self.first)
+            except BaseException as error:
+                failure = error
+        if self.ranks.any(failure is not None):
+            failure = self.agreed = failure or TrainError("the first rank failed; its message says why")
+        return result, failure
+
+    def stop_if_asked(self, asked: bool) -> None:
+        """Raise KeyboardInterrupt on all ranks where one of them was asked to stop."""
+        if self.ranks.any(asked):
+            self.agreed = KeyboardInterrupt()
+            raise self.agreed
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self, resume: bool) -> pathlib.Path | None:
+        output = self.config.output
+        found = checkpoints.latest(output)
+        if resume:
+            return found
+        if found is not None:
+            raise ConfigError(f"{output} holds a run already ({found}): pass --resume to go on, or set another output")
+        return None
+
+    @contextlib.contextmanager
+    def _end_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)

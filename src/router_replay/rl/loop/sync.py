@@ -1,0 +1,46 @@
+"""The synchronous loop: rollout, reward, advantage, old log-probs, mini-batch updates, new weights for the engine.
+
+Every rank runs it. The first rank also has the engine, the environments and the files (`first_rank.py`); `run.py` says
+what each call does, `rescue.py` what happens when one of them fails.
+"""
+
+from __future__ import annotations
+
+from router_replay.rl.loop.interrupts import Interrupts
+from router_replay.rl.loop.rescue import saving_on_failure
+from router_replay.rl.loop.run import Run
+from router_replay.rl.state.checkpoints import Progress
+
+
+def sync_loop(run: Run) -> Progress:
+    """All steps that are left, and a last checkpoint."""
+    with Interrupts(at_once=run.ranks.world == 1) as interrupts, saving_on_failure(run):
+        while run.progress.step < run.config.steps:
+            step(run, interrupts)
+            run.stop_if_asked(interrupts.asked)
+        if run.saved_step != run.progress.step:
+            run.save()
+    return run.progress
+
+
+def step(run: Run, interrupts: Interrupts) -> None:
+    """One step. Its batches, and their tensors on the device, are freed at its end."""
+    policy = run.policy
+    run.phases.begin_step()
+    minis = run.rollout()
+    with run.phases.phase("score"):
+        scored = [policy.score(mini) for mini in minis]
+    with interrupts.held():
+        run.updating = True
+        with run.phases.phase("update"):
+            figures = [policy.update(mini, old) for mini, old in zip(minis, scored, strict=True)]
+        run.step_is_done()
+        with run.phases.phase("sync"):
+            failure = run.push()
+        # Before the checkpoint: a step that need not run again has its metrics, whenever the run is killed.
+        run.report(figures, minis, scored)
+        if failure is not None:
+            raise failure
+        every = run.config.checkpoint.every
+        if every and run.progress.step % every == 0:
+            run.save()

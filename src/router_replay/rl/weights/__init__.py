@@ -1,0 +1,1 @@
+"""The way of new weights from the policy into the engine."""

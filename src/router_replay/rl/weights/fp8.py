@@ -1,0 +1,23 @@
+"""Weights as an FP8 checkpoint has them: rounded to float8_e4m3, with one scale for each block of the matrix."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
+LARGEST = 448.0  # of float8_e4m3
+
+
+def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """Round to float8_e4m3 with one scale per block of the last two dimensions, and back to float32.
+
+    All blocks are rounded in one pass. Blocks at the edges are filled up with zeros, which no scale depends on.
+    """
+    rows, columns = tensor.shape[-2:]
+    missing = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    filled = (torch.nn.functional.pad(tensor, missing) if any(missing) else tensor).float()
+    high, wide = (size // BLOCK for size in filled.shape[-2:])
+    blocks = filled.reshape(*tensor.shape[:-2], high, BLOCK, wide, BLOCK)
+    scale = blocks.abs().amax(dim=(-3, -1), keepdim=True).clamp(min=1e-12) / LARGEST
+    rounded = (blocks / scale).to(torch.float8_e4m3fn).float().mul_(scale)
+    return rounded.reshape(filled.shape)[..., :rows, :columns].contiguous()
