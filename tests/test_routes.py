@@ -419,6 +419,11 @@ def test_joined_rows_have_versions_where_one_of_the_parts_has() -> None:
         Routes.concat([])
 
 
+def test_one_part_is_returned_as_it_is() -> None:
+    part = random_routes(2, SPEC)
+    assert Routes.concat([part]) is part
+
+
 def test_a_copy_has_memory_of_its_own() -> None:
     whole = Routes(random_ids(6, SPEC), SPEC, versions=np.arange(6))
     part = whole[2:4].copy()
@@ -460,3 +465,10 @@ def test_decode_rows_may_end_with_the_prompt_and_an_overlap_is_named_by_its_row(
         Routes.join_prefill_decode(whole, repeated, decode_start=3)
     with pytest.raises(RoutesError, match="two models"):
         Routes.join_prefill_decode(whole, random_routes(2, WIDE))
+
+
+def test_dense_layers_behind_the_routed_ones_are_left_out() -> None:
+    spec = RouterSpec(8, 2, (0, 1))
+    ids = random_ids(5, spec)
+    dense = np.zeros((5, 1, 2), np.uint8)
+    assert np.array_equal(Routes.from_engine(np.concatenate([ids, dense], axis=1), spec).ids, ids)

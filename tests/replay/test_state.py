@@ -146,27 +146,52 @@ def test_a_checkpoint_is_recomputed_with_what_its_forward_used(reentrant: bool) 
         pass
 
 
-def test_a_router_in_backward_that_no_forward_is_known_of_raises_once_a_block_was_open() -> None:
+class Rerun(torch.autograd.Function):
+    """A checkpoint of somebody else's: its backward asks again, and nothing tells of its forward."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor, again: Any) -> Tensor:
+        context.again = again
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        context.again()
+        return gradient, None
+
+
+class RerunByCtx(Rerun):
+    """The same in the words of torch's own checkpoints."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.again()
+        return gradient, None
+
+
+@pytest.mark.parametrize("function", [Rerun, RerunByCtx])
+def test_a_router_in_backward_that_no_forward_is_known_of_raises_once_a_block_was_open(function: Any) -> None:
     state = State()
-
-    class Rerun(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, values: Tensor) -> Tensor:
-            return values.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:
-            state.decide()
-            return gradient
-
     values = torch.ones(1, requires_grad=True)
-    Rerun.apply(values).sum().backward()  # a model that nothing was replayed in
+    function.apply(values, state.decide).sum().backward()  # a model that nothing was replayed in
     with state.block(plan()):
         pass
     with pytest.raises(ReplayError, match="it is not known which routes its forward pass used"):
-        Rerun.apply(values).sum().backward()
-    hooked = torch.ones(1, requires_grad=True)
-    hooked.register_hook(lambda gradient: state.decide() and None)
-    with pytest.raises(ReplayError, match="it is not known which routes its forward pass used"):
-        (2 * hooked).sum().backward()
+        function.apply(values, state.decide).sum().backward()
     assert not in_backward()
+
+
+def test_a_compiled_router_call_goes_by_what_its_pass_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    state, used = State(), plan()
+    assert state.decide() == (None, True)
+    with state.block(used):
+        with pytest.raises(ReplayError, match="it is not known which routes its forward pass used"):
+            state.decide()
+        state.passing = True
+        assert state.decide() == (used, True)
+        assert not state.is_recompute()
+        state.passing = False
+        with state.recompute(used):
+            assert state.decide() == (used, False)
+            assert state.is_recompute()
