@@ -13,6 +13,7 @@ from router_replay.config import TEXT_FIELDS
 from router_replay.errors import EngineError
 
 TOKEN_LIMIT = 1 << 31  # no vocabulary is larger; engines keep token ids in int32 or int64
+SHOWN = 5  # names in an error
 VERSION_LIMIT = 1 << 63  # versions are stored as int64
 
 
@@ -113,6 +114,13 @@ def shown(value: Any) -> str:
     """A value in an error: its kind, and no more of it than fits on a line."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def shorten(names: Iterable[Any]) -> str:
+    """The first five names in order, and how many there are."""
+    named = sorted(str(name) for name in names)
+    shown = ", ".join(named[:SHOWN])
+    return f"{shown}, ... {len(named)} in all" if len(named) > SHOWN else shown
 
 
 def _is_bool(value: Any) -> bool:

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from router_replay.engines import checks
 from router_replay.errors import EngineError
 from router_replay.replay.inner import inner_model
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a checker may not see
-SHOWN = 5
 
 
 def refuse_folder(source: Any) -> None:
@@ -53,7 +53,7 @@ def stage(model: Any, source: Source) -> dict[str, Any]:
         )
     except Exception as error:
         raise EngineError(f"the weights of {folder} could not be loaded: {type(error).__name__}: {error}") from error
-    wrong = [f"{what} {_shorten(info.get(key) or ())}" for what, key in _WRONG.items() if info.get(key)]
+    wrong = [f"{what} {checks.shorten(info.get(key) or ())}" for what, key in _WRONG.items() if info.get(key)]
     if wrong:
         raise EngineError(f"the weights of {folder} are not those of {type(model).__name__}: {'; '.join(wrong)}")
     return _fitting(model, loaded.state_dict(), folder)
@@ -86,12 +86,6 @@ def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, An
         "of another shape": {name for name, tensor in found.items() if tensor.shape != wanted[name].shape},
     }
     if any(wrong.values()):
-        said = "; ".join(f"{what} {_shorten(names)}" for what, names in wrong.items() if names)
+        said = "; ".join(f"{what} {checks.shorten(names)}" for what, names in wrong.items() if names)
         raise EngineError(f"the weights of {where} are not those of {type(model).__name__}: {said}")
     return found
-
-
-def _shorten(names: Any) -> str:
-    named = sorted(str(name) for name in names)
-    shown = ", ".join(named[:SHOWN])
-    return f"{shown}, ... {len(named)} in all" if len(named) > SHOWN else shown

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
+from router_replay.engines import checks
 from router_replay.engines.vllm.plugin.weights.sources import Index, Weights
 from router_replay.errors import EngineError
-
-SHOWN = 5
 
 
 class Fitting:
@@ -54,8 +53,8 @@ class Fitting:
         if short:
             missing = sorted(self._index.keys() - weights.index.keys())
             raise EngineError(
-                f"{weights.where}: weights are missing: vLLM's {_shorten(short)} would not be filled"
-                + (f"; not there are {_shorten(missing)}" if missing else "")
+                f"{weights.where}: weights are missing: vLLM's {checks.shorten(short)} would not be filled"
+                + (f"; not there are {checks.shorten(missing)}" if missing else "")
             )
         if not self._taken:
             self._index, self._taken = weights.index, taken
@@ -150,8 +149,3 @@ def _counting(tensor: torch.Tensor, name: str, taken: collections.Counter[str]) 
 def _is_plain(dtype: torch.dtype) -> bool:
     """Master weights may be wider than the engine's: vLLM rounds them as `Tensor.to` does."""
     return dtype.is_floating_point and dtype.itemsize >= 2
-
-
-def _shorten(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN])
-    return f"{shown}, ... {len(names)} in all" if len(names) > SHOWN else shown
