@@ -23,7 +23,8 @@ from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.inprocess import _InProcess
 from router_replay.engines.vllm.samples import Sample
 from router_replay.errors import EngineError
-from tests.engines import sglang_stub, test_dynamo
+from tests.engines.dynamo import server as dynamo_server
+from tests.engines.sglang import server as sglang_server
 from tests.engines.stub import Reply, Stub, serving
 
 TOP_1 = RouterSpec(num_experts=4, top_k=1, layers=(0, 1), num_layers=2)
@@ -103,11 +104,11 @@ def _vllm_http(stub: Stub, started: Any, **more: Any) -> Any:
 
 
 def _sglang(stub: Stub, started: Any, **more: Any) -> Any:
-    stub.answers["/server_info"] = Reply(sglang_stub.INFO)
+    stub.answers["/server_info"] = Reply(sglang_server.INFO)
     stub.answers["/model_info"] = Reply({"model_path": "/not/here", "weight_version": "default"})
 
     def answer(rows: Routes) -> None:
-        stub.answers["/generate"] = sglang_stub.answer(1, prompt=len(rows), routes=rows)
+        stub.answers["/generate"] = sglang_server.answer(1, prompt=len(rows), routes=rows)
 
     return started(SglangEngine(stub.url, TOP_1, timeout=5, **more), answer)
 
@@ -116,7 +117,7 @@ def _dynamo(stub: Stub, started: Any, **more: Any) -> Any:
     stub.answers["/v1/models"] = Reply({"object": "list", "data": [{"id": "moe"}]})
 
     def answer(rows: Routes) -> None:
-        stub.answers["/v1/completions"] = test_dynamo.answer(1, routes=rows)
+        stub.answers["/v1/completions"] = dynamo_server.answer(1, routes=rows)
 
     return started(DynamoEngine(stub.url, TOP_1, timeout=5, **more), answer)
 

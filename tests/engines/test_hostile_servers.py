@@ -20,7 +20,8 @@ from router_replay.engines.sglang import SglangEngine
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
-from tests.engines import sglang_stub, test_dynamo
+from tests.engines.dynamo import server as dynamo_server
+from tests.engines.sglang import server as sglang_server
 from tests.engines.stub import Reply, Stub, serving
 from tests.makers import random_routes
 
@@ -41,7 +42,9 @@ def vllm_answer(tokens: int = 3) -> Json:
 
 
 def dynamo_answer(tokens: int = 3) -> Json:
-    return test_dynamo.answer(tokens, nvext={"routed_experts": wire.to_dynamo(random_routes(3 + tokens, SPEC), 0)}).body
+    return dynamo_server.answer(
+        tokens, nvext={"routed_experts": wire.to_dynamo(random_routes(3 + tokens, SPEC), 0)}
+    ).body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,7 @@ KINDS = {
         lambda url, **more: SglangEngine(url, SPEC, vocabulary=VOCABULARY, **more),
         "/server_info",
         "/generate",
-        lambda tokens=3: json.loads(json.dumps(sglang_stub.answer(tokens).body)),
+        lambda tokens=3: json.loads(json.dumps(sglang_server.answer(tokens).body)),
         _sglang_tokens,
         _sglang_logprobs,
     ),
@@ -104,7 +107,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     with serving() as stub:
         stub.answers |= {
             "/version": Reply({"version": "0.30.0"}),
-            "/server_info": Reply(sglang_stub.INFO),
+            "/server_info": Reply(sglang_server.INFO),
             "/model_info": Reply({"model_path": "/not/here", "weight_version": "default"}),
             "/v1/models": Reply({"data": [{"id": "moe"}]}),
         }
@@ -310,9 +313,9 @@ def test_wrong_sets_of_choices(stub: Stub, indices: list[int]) -> None:
 
 
 def test_sglangs_spans_of_versions_that_run_backwards(stub: Stub) -> None:
-    spans = sglang_stub.spans(("default", 5), ("default", 3))
+    spans = sglang_server.spans(("default", 5), ("default", 3))
     with KINDS["sglang"].connect(stub.url) as engine:
-        refused(engine, KINDS["sglang"], stub, sglang_stub.answer(weight_versions=spans), "do not cover")
+        refused(engine, KINDS["sglang"], stub, sglang_server.answer(weight_versions=spans), "do not cover")
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"', DEEP, b"<html>"])

@@ -11,8 +11,8 @@ from router_replay.engines import Request, Sampling
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import load_config
 from router_replay.rl.engine_start import start_engine
-from tests.engines import sglang_stub
-from tests.engines.sglang_stub import PROMPT, SPEC
+from tests.engines.sglang import conftest as sglang_stub
+from tests.engines.sglang.server import PROMPT, SPEC
 from tests.engines.stub import Stub
 
 stub = sglang_stub.stub

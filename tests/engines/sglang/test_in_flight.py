@@ -10,11 +10,8 @@ import pytest
 from router_replay.engines import Request, Sampling
 from router_replay.engines.sglang import SglangEngine
 from router_replay.errors import EngineError
-from tests.engines import sglang_stub
-from tests.engines.sglang_stub import PROMPT, Background, answer, one, spans
+from tests.engines.sglang.server import PROMPT, Background, answer, one, spans
 from tests.engines.stub import Reply, Stub, eventually
-
-stub, engine = sglang_stub.stub, sglang_stub.engine
 
 
 def until_aborted(stub: Stub, tokens: int) -> None:

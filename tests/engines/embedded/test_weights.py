@@ -15,11 +15,8 @@ from transformers import AutoModelForCausalLM
 from router_replay.engines import Request
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import EngineError
-from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, Checkpoints, one, prompt, same
-from tests.engines.embedded_gate import SEEDED, Gate, in_thread, landed
-
-one_core, model_a, engine = embedded_gate.one_core, embedded_gate.model_a, embedded_gate.engine
+from tests.engines.embedded.gate import SEEDED, Gate, in_thread, landed
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "abort", "wait"])

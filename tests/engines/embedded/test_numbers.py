@@ -17,13 +17,10 @@ from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.embedded.sampling import draw
 from router_replay.routes import Routes
-from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, Checkpoints, Trainer, one, prompt, same
-from tests.engines.embedded_gate import SEEDED, Gate, in_thread, landed
+from tests.engines.embedded.gate import SEEDED, Gate, in_thread, landed
 from tests.makers import random_routes
 from tests.replay.tiny import make
-
-one_core, model_a, engine = embedded_gate.one_core, embedded_gate.model_a, embedded_gate.engine
 
 
 def recompute(folder: str, prompt_ids: tuple[int, ...], completion: Completion, temperature: float) -> np.ndarray:

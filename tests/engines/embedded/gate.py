@@ -1,8 +1,6 @@
-"""An embedded engine on weights A, and a gate to act in the middle of its generation.
+"""A gate to act in the middle of the embedded engine's generation.
 
-Where a test acts in the middle it does so behind an exact pass: a `Gate` holds the engine's thread there until the
-command that is tested waits in line. The fixtures are not in conftest.py, whose `engine` is every engine: a test file
-takes them by assigning them to names of its own, `one_core` too, which then counts for all its tests.
+It holds the engine's thread behind an exact pass until the command that is tested waits in line.
 """
 
 from __future__ import annotations
@@ -10,40 +8,13 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from router_replay.engines import Sampling
 from router_replay.engines.embedded import EmbeddedEngine
-from tests.engines.conftest import Checkpoints
 
 SEEDED = Sampling(max_tokens=12, seed=5, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_core() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model_a(checkpoints: Checkpoints) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoints.a)
-
-
-@pytest.fixture
-def engine(model_a: Any, checkpoints: Checkpoints) -> Iterator[EmbeddedEngine]:
-    """Version 3 of weights A; the module's model is given back with A's weights."""
-    kept = {name: tensor.clone() for name, tensor in model_a.state_dict().items()}
-    with EmbeddedEngine(model_a, version=3) as engine:
-        yield engine
-    model_a.load_state_dict(kept)
 
 
 class Gate:

@@ -6,12 +6,8 @@ import pytest
 
 from router_replay.engines.sglang import SglangEngine
 from router_replay.errors import EngineError
-from tests.engines import sglang_stub
-from tests.engines.sglang_stub import answer, one, spans
+from tests.engines.sglang.server import answer, one, spans
 from tests.engines.stub import Reply, Stub
-
-stub, engine = sglang_stub.stub, sglang_stub.engine
-
 
 # -- versions ---------------------------------------------------------------------------------------
 

@@ -1,24 +1,16 @@
-"""An SGLang server that says what a test tells it to, and an engine that is connected to it.
-
-The fixtures are not in conftest.py because other engines' tests have their own of the same names: a test file takes
-them by assigning them to names of its own.
-"""
+"""What an SGLang server says, and a request in a thread of its own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from router_replay import wire
-from router_replay.engines import Completion, Request, Sampling, SglangEngine, http
-from router_replay.engines.sglang import engine as sglang
+from router_replay.engines import Completion, Request, Sampling, SglangEngine
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-from tests.engines.stub import Reply, Stub, serving
+from tests.engines.stub import Reply
 from tests.makers import random_routes
 
 SPEC = RouterSpec(num_experts=16, top_k=4, layers=(0, 1), num_layers=2)
@@ -45,31 +37,6 @@ def answer(tokens: int = 3, *, prompt: int = 4, start: int = 0, routes: Routes |
 def spans(*ends: tuple[str, int]) -> list[dict[str, Any]]:
     starts = [0, *(end for _, end in ends)]
     return [{"version": name, "start": start, "end": end} for (name, end), start in zip(ends, starts, strict=False)]
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(sglang, "FIRST_PAUSE", 0.01)
-    with serving() as stub:
-        stub.answers |= {
-            "/server_info": Reply(INFO),
-            "/model_info": Reply({"model_path": "/not/here", "weight_version": "default"}),
-            "/generate": answer(),
-            "/abort_request": Reply(b""),
-            "/pause_generation": Reply({"status": "ok"}),
-            "/continue_generation": Reply({"status": "ok"}),
-            "/update_weights_from_disk": Reply({"success": True, "message": "Succeeded", "num_paused_requests": 0}),
-            "/update_weight_version": Reply({"success": True}),
-            "/flush_cache": Reply(b"Cache flushed.\n"),
-        }
-        yield stub
-
-
-@pytest.fixture
-def engine(stub: Stub) -> Iterator[SglangEngine]:
-    with SglangEngine(stub.url, SPEC, timeout=5) as engine:
-        yield engine
 
 
 def one(engine: SglangEngine, request: Request | None = None) -> Completion:

@@ -13,12 +13,9 @@ from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.embedded import samples as embedded_samples
 from router_replay.errors import EngineError
-from tests.engines import embedded_gate
 from tests.engines.conftest import GREEDY, VOCABULARY, one, prompt, same
-from tests.engines.embedded_gate import SEEDED, Gate, in_thread, landed
+from tests.engines.embedded.gate import SEEDED, Gate, in_thread, landed
 from tests.replay.tiny import make
-
-one_core, model_a, engine = embedded_gate.one_core, embedded_gate.model_a, embedded_gate.engine
 
 
 def test_an_error_in_a_pass_fails_its_requests_and_no_others(engine: EmbeddedEngine, model_a: Any) -> None:

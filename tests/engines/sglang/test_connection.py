@@ -14,12 +14,8 @@ from router_replay.engines import Request, Sampling, http
 from router_replay.engines.sglang import SglangEngine
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
-from tests.engines import sglang_stub
-from tests.engines.sglang_stub import INFO, PROMPT, SPEC, Background, answer, one
+from tests.engines.sglang.server import INFO, PROMPT, SPEC, Background, answer, one
 from tests.engines.stub import Reply, Stub, eventually
-
-stub, engine = sglang_stub.stub, sglang_stub.engine
-
 
 # -- connecting -------------------------------------------------------------------------------------
 

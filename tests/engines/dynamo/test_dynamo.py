@@ -3,69 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from router_replay import wire
-from router_replay.engines import Completion, Request, Sampling, http
+from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.dynamo import DynamoEngine, prompt_start
 from router_replay.errors import EngineError
-from router_replay.routes import Routes
-from router_replay.spec import RouterSpec
-from tests.engines.stub import Reply, Stub, eventually, serving
+from tests.engines.dynamo.server import PROMPT, SPEC, answer, one
+from tests.engines.stub import Reply, Stub, eventually
 from tests.makers import random_routes
-
-SPEC = RouterSpec(num_experts=16, top_k=4, layers=(1, 2), num_layers=3)
-PROMPT = (5, 6, 7, 8)
-
-
-def answer(tokens: int = 3, *, start: int = 0, routes: Routes | None = None, **changes: Any) -> Reply:
-    routes = random_routes(4 + tokens - 1 - start, SPEC) if routes is None else routes
-    nvext = {
-        "completion_token_ids": list(range(10, 10 + tokens)),
-        "routed_experts": wire.to_dynamo(routes, start),
-        "timing": {"ttft_ms": 3},
-    }
-    choice = {
-        "index": 0,
-        "text": "abc",
-        "finish_reason": "length",
-        "logprobs": {
-            "token_logprobs": [-0.5] * tokens,
-            "tokens": ["a"] * tokens,
-            "text_offset": [],
-            "top_logprobs": [],
-        },
-    }
-    nvext |= changes.pop("nvext", {})
-    return Reply({"choices": [{**choice, **changes}], "nvext": nvext})
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
-    with serving() as stub:
-        stub.answers |= {
-            "/v1/models": Reply({"object": "list", "data": [{"id": "moe"}]}),
-            "/v1/completions": answer(),
-            "/engine/pause_generation": Reply({"status": "ok"}),
-            "/engine/resume_generation": Reply({"status": "ok"}),
-            "/engine/update_weights_from_disk": Reply({"status": "ok"}),
-        }
-        yield stub
-
-
-@pytest.fixture
-def engine(stub: Stub) -> Iterator[DynamoEngine]:
-    with DynamoEngine(stub.url, SPEC, workers=[stub.url], timeout=5) as engine:
-        yield engine
-
-
-def one(engine: DynamoEngine, request: Request | None = None) -> Completion:
-    [completion] = engine.generate([request or Request(PROMPT, Sampling(max_tokens=3))])
-    return completion
 
 
 def test_the_request(engine: DynamoEngine, stub: Stub) -> None:

@@ -17,13 +17,11 @@ from router_replay.engines.sglang import SglangEngine
 from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
-from tests.engines import sglang_stub
-from tests.engines.sglang_stub import INFO, PROMPT, SPEC, answer, one, spans
+from tests.engines.sglang.server import INFO, PROMPT, SPEC, answer, one, spans
 from tests.engines.stub import Reply, Stub, serving
 from tests.makers import random_routes
 
 RECORDED = pathlib.Path(__file__).parent / "payloads" / "sglang_generate.json"
-stub, engine = sglang_stub.stub, sglang_stub.engine
 
 
 # -- what is sent -----------------------------------------------------------------------------------

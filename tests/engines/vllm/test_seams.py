@@ -53,7 +53,7 @@ def test_a_method_is_wrapped_once() -> None:
 
 
 def test_the_range_of_versions_in_pyproject_is_the_tested_one() -> None:
-    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((pathlib.Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert versions.REQUIREMENT in project["optional-dependencies"]["vllm"]
     assert (
         project["entry-points"]["vllm.general_plugins"]["router_replay"] == "router_replay.engines.vllm.plugin:register"
