@@ -13,7 +13,6 @@ from router_replay.errors import EngineError
 from router_replay.families.from_config import TEXT_FIELDS
 
 TOKEN_LIMIT = 1 << 31  # no vocabulary is larger; engines keep token ids in int32 or int64
-SHOWN = 5  # names in an error
 VERSION_LIMIT = 1 << 63  # versions are stored as int64
 
 

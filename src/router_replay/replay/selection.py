@@ -107,13 +107,12 @@ class GroupedSelection(Selection):
             if self._is_choice(args, kwargs):
                 return self._answer(func, args, kwargs)
             if self.ids_TK is not None and args[0].shape[-1] == self.router.num_groups:
-                return self._answer_groups(func, args, kwargs)
+                return self._answer_groups(self.ids_TK, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _answer_groups(self, func: Any, args: Any, kwargs: Any) -> Any:
-        assert self.ids_TK is not None
+    def _answer_groups(self, ids_TK: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         scores_TG = args[0]
-        groups_TK = self.ids_TK // (self.router.num_experts // self.router.num_groups)
+        groups_TK = ids_TK // (self.router.num_experts // self.router.num_groups)
         live_groups = self.live_indices(func, args, kwargs)
         if live_groups is not None and self.live_T1 is not None:
             width = max(groups_TK.shape[1], live_groups.shape[1])  # the mask takes an index of any width

@@ -42,7 +42,6 @@ class Plan:
 
     ids_TLK: Tensor
     live_T1: Tensor | None
-    spec: RouterSpec
     rows_replayed: int | Tensor  # per pass; a tensor where only the device knows
     rows_live: int | Tensor
     start: int = 0  # how many tokens the KV cache holds before the token of the first row
@@ -60,7 +59,6 @@ class Plan:
         return cls(
             ids_TLK=tensors.ids,
             live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
-            spec=rows.spec,
             rows_replayed=counts[0],
             rows_live=counts[1],
             start=start,
