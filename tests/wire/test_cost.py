@@ -11,7 +11,7 @@ from router_replay import RouterSpec, kernel, wire
 from router_replay.errors import WireError
 from router_replay.runs import Runs
 from router_replay.wire import Header, envelope, sets
-from tests.wire.blobs import forged
+from tests.wire.blobs import forged, random_routes, spec_of
 
 
 def wide_blob(experts: int, k: int, sets: int) -> bytes:
@@ -82,6 +82,12 @@ def test_unpacking_may_take_as_many_steps_as_allowed_and_no_more() -> None:
     sets.refuse_slow(header, steps)
     with pytest.raises(WireError, match=f"takes about {steps:,} steps, more than the {steps - 1:,}"):
         sets.refuse_slow(header, steps - 1)
+
+
+def test_every_layer_of_a_row_is_a_set_to_unpack() -> None:
+    blob = wire.encode(random_routes(6, spec_of(128, 8, layers=4)))
+    with pytest.raises(WireError, match="unpacking 24 sets of 8 of 128 experts"):
+        sets.refuse_slow(wire.read_header(blob), 0)
 
 
 def test_a_blob_unpacks_into_256_mib_or_64_times_its_size() -> None:
