@@ -1,4 +1,4 @@
-"""Start, or connect to, the engine that a config names, and see that it can do what the run needs."""
+"""Start or connect to the engine of a config, and check that it can do what the run needs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
     can = engine.capabilities
     if engine.spec != spec:
         raise ConfigError(f"the engine's model is {engine.spec}, the policy is {spec}")
-    if not can.logprobs:
-        raise ConfigError(f"the engine gives no log-probs of its samples: {can.why_not}")
     if config.replay == "r3" and not can.routes:
         raise ConfigError(
             f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
