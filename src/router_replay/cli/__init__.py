@@ -1,4 +1,7 @@
-"""The `router-replay` command. What a subcommand needs is imported when it runs, so that --help answers at once."""
+"""The `router-replay` command. A subcommand imports what it needs when it runs, so that --help answers at once.
+
+Exit codes: 0 for success, 1 for an error that is printed as one message, 2 for a wrong command line, 130 for Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ EXTRAS = ("torch", "transformers", "pydantic", "rich")  # what a bare installati
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. `arguments` defaults to those of the process."""
     parser = argparse.ArgumentParser(prog="router-replay", description="Rollout routing replay for MoE models.")
     parser.add_argument("--version", action="version", version=f"router-replay {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(chosen: argparse.Namespace) -> int:
-    """Run the command; what it raises on purpose is a line, not a traceback."""
+    """Run the command. Errors of this package and of files are printed as one message, without a traceback."""
     try:
         return int(chosen.run(chosen))
     except KeyboardInterrupt:

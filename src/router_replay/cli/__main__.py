@@ -1,4 +1,4 @@
-"""python -m router_replay.cli: the same as router-replay, for torchrun."""
+"""`python -m router_replay.cli` is the same as `router-replay`; torchrun needs a module."""
 
 import sys
 

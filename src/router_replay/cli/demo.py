@@ -1,4 +1,4 @@
-"""router-replay demo: replay off against R3 on the tiny model with a real vLLM engine."""
+"""`router-replay demo`: compare replay off with R3 on the tiny model with a real vLLM engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
+    """Register the command with argparse's subparsers."""
     parser = commands.add_parser("demo", help="replay off against R3 on a tiny model with a real vLLM engine")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo"), help="a folder for runs and page")
     parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
@@ -17,6 +18,7 @@ def add(commands: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
+    """Run the demo and print its table and findings."""
     from router_replay.recipes.tiny.demo import run_demo
     from router_replay.report import as_text
 

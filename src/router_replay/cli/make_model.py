@@ -1,4 +1,4 @@
-"""router-replay make-model: the tiny Qwen3-MoE of the demo, or a larger one of the same recipe for a GPU."""
+"""`router-replay make-model`: make the tiny Qwen3-MoE of the demo, or a larger one for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`router-replay report`: runs side by side, as a table here and as a page on disk."""
+"""`router-replay report`: compare runs, as a table in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command with argparse's subparsers."""
     report = commands.add_parser("report", help="compare training runs: a table here, curves on a page")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, or NAME=FOLDER")
     report.add_argument("--out", type=pathlib.Path, default=pathlib.Path("report.html"), help="the page's file")

@@ -1,4 +1,4 @@
-"""router-replay train: a run by its config."""
+"""`router-replay train`: train a policy by a TOML config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
+    """Register the command with argparse's subparsers."""
     parser = commands.add_parser("train", help="train a policy: GRPO on an MoE model with replay off, R2 or R3")
     parser.add_argument("config", nargs="?", type=pathlib.Path, help="a TOML file; docs/training.md has every setting")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting; repeatable")
@@ -19,6 +20,7 @@ def add(commands: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
+    """Train, or print the resolved config with --dry-run."""
     from router_replay.rl.config import load_config, to_toml
     from router_replay.rl.config.checks import check_config
     from router_replay.rl.processes.ranks import world_size
@@ -38,7 +40,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def leave(status: int) -> None:
-    """End one process of several here: all is written and closed, and gloo's threads may abort an interpreter's end."""
+    """End a process of a run of several at once: its files are closed, and gloo's threads may crash a normal exit."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Start, or connect to, the engine that a config names, and see that it can do what the run needs."""
+"""Start or connect to the engine of a config, and check that it can do what the run needs."""
 
 from __future__ import annotations
 

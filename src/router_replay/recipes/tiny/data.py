@@ -1,9 +1,9 @@
-"""What the models of `router-replay make-model` are taught: episodes of both environments, played right.
+"""The training data of `router-replay make-model`: correct episodes of the arithmetic and calculator environments.
 
     12+34=46$                                            # the model's own: 46$
     12+34+56?<12+34>[46]<46+56>[102]102$                 # the model's own: <12+34>, <46+56>, 102$
 
-Step n of a recipe always has the same examples, so a run that was cut off needs nothing but n to go on.
+Step n of a recipe always has the same examples, so an interrupted run can continue from n alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PER_STEP = 1 << 32  # problem numbers; those below belong to the environments o
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Token ids [examples, tokens], 0 where there is none; `own` marks what the model itself must write."""
+    """Token ids [examples, tokens], padded with 0. `own` marks the tokens that the model must write."""
 
     token_ids: npt.NDArray[np.int64]
     own: npt.NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""The demo: one model, one task, the same seeds; replay off, then R3; a table and a page that show the difference."""
+"""The demo: train one model with the same seeds, with replay off and with R3, and show the difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_REWARD_GAP = 0.05
 
 
 def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainConfig:
-    """Two-digit additions on the tiny model, vLLM in bfloat16 against a trainer in float32."""
+    """The config of one run: two-digit additions on the tiny model, vLLM in bfloat16 and the trainer in float32."""
     return load_config(
         None,
         [
@@ -34,7 +34,7 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
 
 
 def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
-    """Both runs, the page `report.html` with its JSON, the table's rows and what can be said of them."""
+    """Train with replay off and with R3, and write `report.html` with its JSON. Returns the table and the findings."""
     with hold(out):
         for mode in MODES:  # both first: nothing is trained for a demo that cannot finish
             _clear(out / mode)
@@ -48,7 +48,7 @@ def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[lis
 
 
 def _clear(folder: pathlib.Path) -> None:
-    """Remove the run of an earlier demo. A run that somebody trained, or trains right now, stays."""
+    """Remove the run of an earlier demo; refuse a folder that something else wrote or writes to."""
     if folder.exists() and any(path.name != LOCK for path in folder.iterdir()) and not (folder / MARK).exists():
         raise ConfigError(f"{folder} holds something that no demo wrote: give another --out, or move it away")
     with hold(folder):
@@ -61,7 +61,7 @@ def _clear(folder: pathlib.Path) -> None:
 
 
 def findings(rows: list[Row], fp8: bool = False) -> list[str]:
-    """What the two runs show, and what they do not."""
+    """What the two runs show and what they do not show, in sentences."""
     off, r3 = rows
     notes = []
     if off.k3_first and r3.k3_first:

@@ -1,4 +1,4 @@
-"""What the making of a model looks like in a terminal; on stderr, so that a command's output stays its own."""
+"""The progress line of `make-model`. It goes to stderr, so that stdout has the command's result only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shown(title: str) -> Iterator[Callable[[Progress], None]]:
-    """A progress line while the block lasts; yields what `make_model(progress=...)` calls after each step."""
+    """Show a progress line during the block. Yields the function for `make_model(progress=...)`."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.MofNCompleteColumn(),

@@ -21,7 +21,7 @@ from router_replay.errors import ConfigError
 Size = Literal["tiny", "gpu"]
 STAMP = "recipe.json"
 REVISION = 1
-"""Part of the stamp: raised when the code that trains changes what comes out."""
+"""Part of the stamp. Raise it when a change of the training code changes the model."""
 PAD, END = "<|pad|>", "<|end|>"
 CHARACTERS = "0123456789+-*=?<>[]!"
 # Messages are joined as they are: the tiny model knows no roles.
@@ -30,7 +30,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what model comes out."""
+    """All that decides which model is made: its shape, its training data and its training."""
 
     layers: int = 10
     width: int = 96
@@ -66,6 +66,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
+        """Identifies the model that this recipe makes."""
         fields = dataclasses.asdict(self)
         del fields["save_every"]  # how often it is saved does not change the model
         text = json.dumps({"revision": REVISION, **fields}, sort_keys=True)
@@ -82,6 +83,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_for(size: str, *, steps: int | None = None, digits: int | None = None, seed: int | None = None) -> Recipe:
+    """The recipe of a size ("tiny" or "gpu"), with the given changes."""
     if size not in RECIPES:
         raise ConfigError(f"size must be one of {sorted(RECIPES)}, got {size!r}")
     changes = {"steps": steps, "digits": digits, "seed": seed}
@@ -92,7 +94,7 @@ def recipe_for(size: str, *, steps: int | None = None, digits: int | None = None
 
 
 def make_tokenizer() -> Any:
-    """One token per character. There is no token for others: text that has one is refused, not altered."""
+    """A tokenizer with one token per character. It refuses text with other characters instead of changing it."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,6 +108,7 @@ def make_tokenizer() -> Any:
 
 
 def make_config(recipe: Recipe) -> Any:
+    """The Hugging Face config of a recipe's model."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -119,7 +122,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def read_stamp(folder: pathlib.Path) -> dict[str, Any] | None:
-    """What `make_model` wrote about itself; None where the folder is not one of its models."""
+    """The stamp that `make_model` wrote into the folder; None if the folder is not one of its models."""
     try:
         stamp = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""How the models of `router-replay make-model` are made: supervised, until they are right more often than not.
+"""The training of `router-replay make-model`: supervised, until answers are right more often than not.
 
     folder = make_model("models/mine", size="tiny", progress=show)
 
-A finished folder of the same recipe is returned at once. The state of a run lies beside the folder, written under
-another name and renamed, so that a killed run goes on where it was; the folder itself appears whole or not at all.
+A finished folder of the same recipe is returned at once. An unfinished run keeps its state beside the folder, so that
+a killed run can continue. The folder itself is renamed into place when it is whole.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def make_model(
     device: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> pathlib.Path:
-    """Make the model of a size, or go on making it, and return its folder. `device`: a GPU where there is one."""
+    """Make the model of a size in `folder`, or continue an interrupted run, and return the folder.
+
+    `steps`, `digits` and `seed` change the recipe. `device` is a GPU by default, if there is one. `progress` is called
+    after each step.
+    """
     folder = pathlib.Path(folder)
     return make_from_recipe(folder, recipe_for(size, steps=steps, digits=digits, seed=seed), device, progress)
 
@@ -93,7 +97,7 @@ def _trained(
 
 
 class WarmStart:
-    """The training itself: float32 weights; on a GPU the forward pass computes in bfloat16."""
+    """The training. Weights are float32; on a GPU the forward pass computes in bfloat16."""
 
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
         from transformers import Qwen3MoeForCausalLM
@@ -118,7 +122,7 @@ class WarmStart:
 
     @property
     def accuracy(self) -> tuple[float, float]:
-        """Of additions and calculations, over the last steps."""
+        """The accuracy of additions and of calculations, averaged over the last steps."""
         additions, calculations = zip(*self.recent, strict=True)
         return sum(additions) / len(additions), sum(calculations) / len(calculations)
 
@@ -173,7 +177,7 @@ class WarmStart:
         return additions, calculations
 
     def _rate(self, step: int) -> float:
-        """Of the learning rate: up over the warm-up, then down to 0 along a cosine."""
+        """The factor of the learning rate: it rises over the warm-up and falls to 0 along a cosine."""
         warmup, steps = self.recipe.warmup, self.recipe.steps
         if step < warmup:
             return (step + 1) / warmup
@@ -198,7 +202,7 @@ class WarmStart:
             raise TrainError(f"{file} could not be written: {reason}; make room and start the same command") from error
 
     def load(self, file: pathlib.Path) -> None:
-        """Go on from a state of the same recipe; without one, this is a new run."""
+        """Continue from a saved state of the same recipe, if there is one."""
         if not file.exists():
             return
         try:
@@ -220,7 +224,8 @@ def _right(logprobs: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def _one_at_a_time(parent: pathlib.Path) -> Iterator[None]:
-    """Processes that want the same model wait for the first of them; the lock dies with its process."""
+    """Hold a lock on the folder, so that processes that want the same model wait for the first. It ends with the
+    process."""
     parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(parent, os.O_RDONLY)
     try:
@@ -232,7 +237,7 @@ def _one_at_a_time(parent: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """transformers' own progress bar would break ours."""
+    """Hide the progress bar of transformers, which would break ours."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -264,7 +269,7 @@ def _refuse_occupied(folder: pathlib.Path) -> None:
 
 
 def _write(run: WarmStart, folder: pathlib.Path) -> None:
-    """The folder of a finished model: weights, tokenizer, stamp, README."""
+    """Write the folder of a finished model: weights, tokenizer and stamp."""
     shutil.rmtree(folder, ignore_errors=True)  # a run that was killed here
     run.model.to(torch.bfloat16)
     with _no_bar():

@@ -61,7 +61,7 @@ class Block(BaseModel):
 
 
 class ModelConfig(Block):
-    """The policy. Master weights and the optimizer are float32; `dtype` is what the forward computes in."""
+    """The policy. Its master weights and the optimizer are float32; the forward pass computes in `dtype`."""
 
     path: str = TINY
     """A Hugging Face folder, or "tiny": the small Qwen3-MoE that comes with the package."""
@@ -69,7 +69,7 @@ class ModelConfig(Block):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
     use_kernels: bool = False
-    """transformers' kernels from the hub. Some fuse the router and never call it: refused with replay."""
+    """Use transformers' kernels from the hub. Some fuse the router and never call it, so replay refuses them."""
 
 
 def _without_key(arguments: dict[str, Any], instead: str) -> dict[str, Any]:
@@ -88,17 +88,17 @@ class EngineConfig(Block):
 
     kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
     url: str = ""
-    """Of the server, for vllm_http and sglang; without a user name or password."""
+    """The server's address for vllm_http and sglang, without a user name or password."""
     api_key_env: str = ""
-    """The environment variable that holds the server's key, for vllm_http and sglang; the key itself stands nowhere."""
+    """The environment variable with the server's key, for vllm_http and sglang. The key itself is not a setting."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantize: Literal["none", "fp8"] = "none"
-    """Give the engine weights that were rounded to FP8 blocks, as FP8 rollouts have."""
+    """fp8: give the engine weights that were rounded to FP8 blocks, as an FP8 engine would have."""
     max_length: PositiveInt = 512
     weights: str = ""
-    """A folder that engine and trainer both see, for new weights on their way; empty: shared memory if it has room."""
+    """A folder for new weights that the engine and the trainer both see; empty: shared memory if it has room."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed on to the engine as they are."""
+    """Keyword arguments of the engine, unchanged."""
 
     @field_validator("url")
     @classmethod
@@ -137,13 +137,13 @@ class EnvironmentConfig(Block):
     kind: str = "arithmetic"
     """One of the short names, or `module:Class` for a Task of one's own (`environments/base.py`)."""
     digits: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Of the operands, for arithmetic and calculator."""
+    """The number of digits of the operands, for arithmetic and calculator."""
     file: str = ""
-    """One JSON object with "prompt" (text or chat messages) and "answer" per line, for jsonl."""
+    """The problems of jsonl: a JSON object with "prompt" (text or chat messages) and "answer" per line."""
     reward: str = ""
-    """`module:function` with (prompt, completion, answer) -> float, for jsonl."""
+    """The reward of jsonl: `module:function` with (prompt, completion, answer) -> float."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed on to a class of one's own as they are."""
+    """Keyword arguments of a class of one's own, unchanged."""
 
     @field_validator("kind")
     @classmethod
@@ -161,7 +161,7 @@ class EnvironmentConfig(Block):
 
     @property
     def task_class(self) -> Any:
-        """The class of the task, imported; ConfigError where it cannot be, or says what it must not."""
+        """Import the class of the task; ConfigError if that fails, or if its `max_turns` is no number of turns."""
         found = users_code.load(self.built_in.get(self.kind, self.kind), "environment.kind", "class")
         turns = getattr(found, "max_turns", None)
         if turns is not None and not (type(turns) is int and turns > 0):
@@ -173,20 +173,22 @@ class EnvironmentConfig(Block):
 
 
 class RolloutConfig(Block):
+    """How the episodes of a step are sampled."""
+
     prompts: PositiveInt = 32
     """Problems per step."""
     group: PositiveInt = 8
-    """Episodes per problem, compared with each other."""
+    """Episodes per problem. An episode's advantage is its difference to the others of its group."""
     max_tokens: PositiveInt = 16
-    """Sampled per turn."""
+    """The most tokens that a turn samples."""
     max_turns: PositiveInt = 8
-    """Per episode."""
+    """The most turns of an episode."""
     temperature: PositiveFloat = 1.0
     on_missing: Literal["raise", "live"] = "raise"
-    """A row that bears loss and was not captured: refuse the sample, or route it live and count it."""
+    """What to do with a row that bears loss and was not captured: refuse the sample, or route it live and count it."""
 
     def turns_of(self, task: Any) -> int:
-        """The most turns of an episode of this task, an object or its class."""
+        """The most turns that an episode of this task (or task class) can take."""
         return self.max_turns if task.max_turns is None else min(self.max_turns, task.max_turns)
 
 
@@ -199,56 +201,68 @@ class LossConfig(Block):
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.28
     normalize: Literal["token", "sequence"] = "token"
-    """Mean over all tokens of the mini-batch, or over sequences of the mean over their tokens. For grpo only."""
+    """The mean of grpo: over all tokens of the mini-batch, or over the means of its sequences."""
     truncated_importance: NonNegativeFloat = 0.0
-    """The largest weight old / rollout that a token's loss is multiplied with; 0: no such weight."""
+    """Multiply each token's loss by its weight old / rollout, at most this; 0: no such weight."""
 
 
 class OptimizerConfig(Block):
+    """AdamW, and how a step is split into updates."""
+
     lr: PositiveFloat = 1e-4
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the rate rises from 0."""
+    """The learning rate rises from 0 over this many optimizer steps."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # not strict: TOML has lists only
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     mini_batches: PositiveInt = 2
-    """Optimizer steps per training step, each on its own share of the episodes."""
+    """Optimizer steps per training step. Each takes its own share of the episodes."""
 
 
 class TrainerConfig(Block):
+    """How the trainer's passes run."""
+
     max_tokens: PositiveInt = 8192
-    """Slots of one packed forward pass; more are accumulated."""
+    """The size of one packed forward pass in tokens. A larger mini-batch takes several passes."""
     ulysses: PositiveInt = 1
-    """Ranks that share each sequence."""
+    """The number of ranks that share each sequence."""
     agreement: bool = True
     """Count how often the live router would have chosen the replayed experts."""
     rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
-    """Seconds after which a run of several processes ends when none of them gets on."""
+    """A run of several processes ends when none of them makes progress for this many seconds."""
 
 
 class ReferenceConfig(Block):
+    """The reference model of the KL penalty."""
+
     kl: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference model; 0: there is no reference model."""
+    """The weight of the KL to the reference model; 0: no reference model is loaded."""
     path: str = ""
-    """A folder; empty: the policy as it was at the start of the run."""
+    """The model's folder; empty: the policy as it was at the start of the run."""
     replay: bool = False
+    """Give the reference model the policy's experts."""
 
 
 class CheckpointConfig(Block):
+    """When the state of the run is saved."""
+
     every: NonNegativeInt = 10
-    """Steps; 0: only at the end, on Ctrl-C, and when a step fails."""
+    """Steps between checkpoints; 0: save only at the end, on Ctrl-C, and when a step fails."""
     keep: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk."""
 
 
 class LoggingConfig(Block):
+    """Where the numbers of each step go, besides metrics.jsonl."""
+
     tensorboard: bool = True
-    """Where the package is installed."""
+    """Write TensorBoard files, if the package is installed."""
     wandb: bool = False
     project: str = "router-replay"
 
 
 class TrainConfig(Block):
-    """A whole run."""
+    """All settings of a run."""
 
     replay: ReplayMode = "r3"
     seed: NonNegativeInt = 0

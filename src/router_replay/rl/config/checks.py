@@ -1,9 +1,9 @@
-"""Settings that are right one by one and cannot work together are refused at start, with the reason and the way out.
+"""Refuse settings that are valid one by one and cannot work together, with the reason and what to do instead.
 
     for warning in check_config(load_config(path), world_size=4):
         log.warning(warning)
 
-What only a started engine can tell (does it capture at all?) is not asked here.
+Whether the engine captures routes is checked later, by `engine_start.py`, when the engine runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from router_replay.rl.config.load import config_error
 
 
 def check_config(config: TrainConfig, world_size: int) -> list[str]:
-    """What the user should know before the run; ConfigError, a line per reason, where it cannot be right."""
+    """Return warnings for the user; raise a ConfigError with one line per reason if the run cannot work.
+
+    `world_size` is the number of processes of the run.
+    """
     refusals = [
         *_refused_with_replay(config),
         *_refused_engine_arguments(config),

@@ -15,9 +15,10 @@ from router_replay.rl.config.blocks import Block, LossConfig, TrainConfig
 
 
 def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> TrainConfig:
-    """The defaults, changed by the file, changed by `settings` in their order; ConfigError lists all that is wrong.
+    """Read a config: the defaults, then the file at `path`, then `settings` in their order. The last value wins.
 
-    A setting is `dotted.key=value` with a value as TOML writes it; what is no TOML value is text: `replay=off`.
+    Each of `settings` is `dotted.key=value`. The value is written as in TOML; anything else is text, such as
+    `replay=off`. A ConfigError lists everything that is wrong, one line each.
     """
     tree = {} if path is None else toml.read_file(path)
     problems = []
@@ -38,13 +39,13 @@ def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> Trai
 
 
 def config_error(place: str, problems: Sequence[str]) -> ConfigError:
-    """One error for all problems, a line each."""
+    """One error that lists all `problems`, a line each."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError("\n  ".join([f"{place}: {count}", *problems]))
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Every setting with its value, as TOML that `load_config` reads as an equal config."""
+    """Write every setting with its value as TOML. `load_config` reads it back as an equal config."""
     outside = "".join(_line("", name, value) for name, value in config if not isinstance(value, Block))
     blocks = [
         f"[{name}]\n" + "".join(_line(name, key, item) for key, item in block if not _is_left_out(block, key))
@@ -63,7 +64,7 @@ def _dotted(block: str, name: str) -> str:
 
 
 def _is_left_out(block: Block, key: str) -> bool:
-    """`normalize` means nothing but for grpo, and whoever sets it elsewhere is told so: do not set it by printing."""
+    """`normalize` is for grpo only, and setting it for another loss is refused: do not set it by printing it."""
     return (
         isinstance(block, LossConfig)
         and key == "normalize"
@@ -73,7 +74,7 @@ def _is_left_out(block: Block, key: str) -> bool:
 
 
 def _apply(tree: dict[str, Any], setting: str) -> str | None:
-    """Put one `a.b=c` into the tree; the problem with it, if there is one."""
+    """Put one `a.b=c` into the tree. Returns what is wrong with it, or None."""
     dotted, equals, text = setting.partition("=")
     *blocks, name = keys = [key.strip() for key in dotted.split(".")]
     if not equals or not all(keys):
@@ -110,7 +111,7 @@ _EXPECTED = {
 
 
 def _problem(detail: dict[str, Any]) -> str:
-    """One of pydantic's errors in one line."""
+    """One error of pydantic as one line of ours."""
     location = tuple(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(location)
@@ -131,7 +132,7 @@ def _problem(detail: dict[str, Any]) -> str:
 
 
 def _unknown(location: tuple[str, ...]) -> str:
-    """An unknown key: the nearest of its block, else the same name elsewhere, else all that there is."""
+    """The line for an unknown key. It suggests the nearest name of the block, or the same name in another block."""
     block, name = ".".join(location[:-1]), location[-1]
     known = list(_blocks()[block].model_fields)
     near = [_dotted(block, key) for key in difflib.get_close_matches(name, known, n=1)]
@@ -141,7 +142,7 @@ def _unknown(location: tuple[str, ...]) -> str:
 
 
 def _blocks() -> dict[str, type[Block]]:
-    """Each block of the file by its name; "" is the settings outside of any."""
+    """The class of each block by its name; "" is for the settings outside of any block."""
     inner = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     blocks = {name: kind for name, kind in inner.items() if isinstance(kind, type) and issubclass(kind, Block)}
     return {"": TrainConfig, **blocks}

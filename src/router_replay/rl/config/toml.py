@@ -1,7 +1,7 @@
-"""TOML as text: a file, one value of a command line, and the way back, which the standard library lacks.
+"""Read TOML files and single TOML values, and write values, which the standard library cannot.
 
 read_value("[1, 2]")        # [1, 2]
-read_value("off")           # "off": what is no TOML value is text
+read_value("off")           # "off": anything that is not a TOML value is text
 write_value({"a": [0.5]})   # '{a = [0.5]}'
 """
 
@@ -21,7 +21,7 @@ TOO_DEEP = "lists or tables are nested too deeply"
 
 
 def check_depth(tree: Any, place: str) -> None:
-    """ConfigError where the tree is deeper than any setting: what walks it later would run out of stack."""
+    """Raise a ConfigError if the tree is too deep: later code walks it recursively and would run out of stack."""
     level = [tree]
     for _ in range(MOST_LEVELS):
         level = [
@@ -36,7 +36,7 @@ def check_depth(tree: Any, place: str) -> None:
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
-    """The file's tree, or ConfigError with the file and the line that is not TOML."""
+    """Parse a TOML file; a ConfigError names the file and the line that is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """One value as TOML writes it. A bare word is text; what begins like a list, a table or a quote must be one."""
+    """Parse one TOML value. A bare word is text, unless it begins like a list, a table or a quoted string."""
     try:
         tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
@@ -73,7 +73,7 @@ def read_value(text: str) -> Any:
 
 
 def write_value(value: Any, place: str = "the value") -> str:
-    """One value as TOML on one line; ConfigError names `place` where TOML has no such value, as for None."""
+    """Write one value as TOML on one line. A ConfigError names `place` if TOML has no such value, such as None."""
     match value:
         case bool():
             return str(value).lower()

@@ -16,7 +16,7 @@ _MEMBERS = ("stop_token_ids", "problems", "max_turns", "digest", "prompt_lengths
 
 
 def make_task(config: EnvironmentConfig, tokenizer: Any, seed: int) -> Task:
-    """The task of a config. What is wrong with its files, functions and classes is said here, not in the first step."""
+    """Make the task of a config. Faults of its files, functions and classes raise here, not in the first step."""
     kind = config.task_class
     if config.kind in ("arithmetic", "calculator"):
         return kind(tokenizer, config.digits, seed)

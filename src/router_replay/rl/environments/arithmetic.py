@@ -1,4 +1,4 @@
-"""Additions with one right answer: 12+34= is answered by 46 and the end of sequence. One turn."""
+"""Additions in one turn: the right answer to 12+34= is 46 and the end of sequence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from router_replay.rl.environments.text import ended_answer, prompt_tokens
 
 
 def question(first: int, second: int) -> str:
+    """The text of the prompt."""
     return f"{first}+{second}="
 
 
@@ -24,7 +25,7 @@ class ArithmeticTask(NumbersTask):
 
 
 class ArithmeticEnvironment:
-    """1.0 for the right answer that ends by itself, else 0.0."""
+    """The reward is 1.0 for the right answer that the model ends itself, else 0.0."""
 
     def __init__(self, task: ArithmeticTask) -> None:
         self._task = task

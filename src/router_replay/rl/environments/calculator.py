@@ -1,4 +1,4 @@
-"""A tool task of several turns: the policy asks a calculator, whose results come back as environment tokens.
+"""Additions in several turns: the policy calls a calculator, and its results come back as environment tokens.
 
     12+34+56?  <12+34>  [46]  <46+56>  [102]  102 and the end of sequence
     prompt     call     obs.  call     obs.   answer
@@ -32,10 +32,12 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": ope
 
 
 def question(numbers: Sequence[int]) -> str:
+    """The text of the prompt."""
     return "+".join(map(str, numbers)) + "?"
 
 
 def call(first: int, second: int) -> str:
+    """The text of a call that adds two numbers."""
     return f"<{first}+{second}>"
 
 
@@ -61,7 +63,7 @@ class CalculatorTask(NumbersTask):
 
 
 class CalculatorEnvironment:
-    """1.0 for the right answer that ends by itself, with or without calls; else 0.0."""
+    """The reward is 1.0 for the right answer that the model ends itself, with or without calls, else 0.0."""
 
     def __init__(self, task: CalculatorTask) -> None:
         self._task = task

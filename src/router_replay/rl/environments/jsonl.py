@@ -1,4 +1,4 @@
-"""Prompts and answers from a file, one JSON object per line; a function of the user says what a completion is worth.
+"""Prompts and answers from a file with one JSON object per line. A function of the user gives the rewards.
 
     {"prompt": "12+34=", "answer": "46"}
     {"prompt": [{"role": "user", "content": "What is 12+34?"}], "answer": "46"}
@@ -26,6 +26,8 @@ from router_replay.rl.environments.text import prompt_tokens
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
+    """One line of the file."""
+
     line: int
     prompt: str | list[dict[str, Any]]
     answer: Any
@@ -33,7 +35,7 @@ class Problem:
 
 
 class JsonlTask(Task):
-    """As many problems as the file has lines that are not blank, in the file's order."""
+    """The problems of a file: its lines in order, without blank ones."""
 
     max_turns: ClassVar[int | None] = 1
 
@@ -48,7 +50,7 @@ class JsonlTask(Task):
 
     @property
     def digest(self) -> str:
-        """Of what is asked and what is right, whatever the file is called and however it is laid out."""
+        """A digest of prompts and answers. The name and the layout of the file do not matter."""
         digest = hashlib.sha256()
         for problem in self.lines:
             digest.update(json.dumps([problem.prompt, problem.answer], sort_keys=True).encode() + b"\n")
@@ -62,7 +64,7 @@ class JsonlTask(Task):
 
 
 class JsonlEnvironment:
-    """One turn; the reward function sees the prompt as the file has it and the completion without special tokens."""
+    """One turn. The reward function gets the prompt as the file has it and the completion without special tokens."""
 
     def __init__(self, task: JsonlTask) -> None:
         self._task = task
@@ -82,6 +84,7 @@ class JsonlEnvironment:
 
 
 def read_problems(file: pathlib.Path, tokenizer: Any) -> list[Problem]:
+    """Read, check and tokenise all lines; a ConfigError names the first bad one."""
     try:
         raw = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL

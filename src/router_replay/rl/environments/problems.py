@@ -1,4 +1,4 @@
-"""Problem number -> operands, by a hash: nothing to store, and any rank or restart sees the same problems.
+"""The operands of a problem come from a hash of its number, so that any rank and any restart sees the same problems.
 
 operands(seed=0, problem=7, count=2, digits=2)       # (57, 34), always
 """
@@ -16,7 +16,7 @@ KNOWN_PROMPTS = 16
 
 
 class NumbersTask(Task):
-    """Problems about numbers of `digits` digits, without end, answered in tokens of `tokenizer`."""
+    """Endless problems about numbers of `digits` digits. Each task of this kind defines `environment`."""
 
     def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -29,12 +29,12 @@ class NumbersTask(Task):
         return f"{type(self).__name__} of {self.digits} digits, seed {self.seed}"
 
     def prompt_lengths(self) -> Iterable[tuple[str, int]]:
-        """Of a few: all numbers have the same digits, so that prompts hardly differ in length."""
+        """The lengths of a few prompts: all numbers have the same digits, so the others hardly differ."""
         return [(f"problem {number}", len(self.environment().reset(number))) for number in range(KNOWN_PROMPTS)]
 
 
 def operands(seed: int, problem: int, count: int, digits: int) -> tuple[int, ...]:
-    """`count` numbers of exactly `digits` digits (one digit: 0 to 9)."""
+    """`count` numbers of exactly `digits` digits, the same ones for the same seed and problem."""
     lowest = 10 ** (digits - 1) if digits > 1 else 0
     values = 10**digits - lowest
     numbers = []

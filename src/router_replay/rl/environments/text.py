@@ -1,4 +1,4 @@
-"""Between text and tokens, where an environment thinks in text. A tokenizer is a Hugging Face one."""
+"""Helpers for environments that work with text. `tokenizer` is a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from router_replay.errors import ConfigError
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The start of a sequence, with the special tokens that the tokenizer puts there."""
+    """The tokens of a text that starts a sequence, with the special tokens that the tokenizer adds there."""
     return tuple(tokenizer.encode(text))
 
 
 def further_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Text that follows other tokens."""
+    """The tokens of a text that follows other tokens, without special tokens."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def one_token(tokenizer: Any, text: str) -> int:
-    """The token of a mark that must be a token of its own, since the engine stops at it."""
+    """The id of a text that must be a single token, since the engine stops at it; else a ConfigError."""
     tokens = further_tokens(tokenizer, text)
     if len(tokens) != 1:
         raise ConfigError(
@@ -30,6 +30,7 @@ def one_token(tokenizer: Any, text: str) -> int:
 
 
 def end_of_sequence(tokenizer: Any) -> int:
+    """The id of the end-of-sequence token; a ConfigError if there is none."""
     token = tokenizer.eos_token_id
     if token is None:
         raise ConfigError(
@@ -40,7 +41,7 @@ def end_of_sequence(tokenizer: Any) -> int:
 
 
 def ended_answer(tokenizer: Any, token_ids: Sequence[int], end: int) -> str | None:
-    """The text before the end of sequence; None where the model did not end by itself."""
+    """The text before the end of sequence; None if the model did not end the answer itself."""
     if not token_ids or token_ids[-1] != end:
         return None
     return str(tokenizer.decode(list(token_ids[:-1]))).strip()

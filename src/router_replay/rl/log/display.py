@@ -1,4 +1,4 @@
-"""What a run shows while it works: in a terminal in place, elsewhere one plain line per step.
+"""Show the progress of a run: a table that is updated in place in a terminal, one plain line per step elsewhere.
 
 with Display(steps=20, title="r3") as display:
     display.phase("rollout")
@@ -23,7 +23,7 @@ from router_replay.number_format import Kind, duration, number
 
 SHOWN_ROWS = 8
 ETA_STEPS = 10
-"""The time left is told from the mean of so many latest steps."""
+"""The time left is estimated from the mean of this many latest steps."""
 COLUMNS: tuple[tuple[str, str, Kind], ...] = (
     ("reward", "reward", "plain"),
     ("k3", "mismatch/k3", "small"),
@@ -35,7 +35,7 @@ COLUMNS: tuple[tuple[str, str, Kind], ...] = (
 
 
 class Display:
-    """The progress of one run. `done` steps were finished before this process: bar and time left begin there."""
+    """The progress of one run of `steps` steps, of which `done` were finished by an earlier process."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Display:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """What the step under way is doing."""
+        """Show what the current step is doing."""
         self._phase = _printable(name)
         if self._live is not None:
             self._live.refresh()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step is finished; `step` counts from 0."""
+        """Show the metrics of a finished step; `step` counts from 0."""
         self._done = step + 1
         now = self._clock()
         self._seconds = [*self._seconds, values.get("seconds/step", now - self._step_began)][-ETA_STEPS:]
@@ -88,7 +88,7 @@ class Display:
             self._line("  ".join([f"{self._title} {self._count()}", *named, f"left {self._time_left()}"]))
 
     def note(self, text: str) -> None:
-        """A warning, above the progress."""
+        """Show a warning above the progress."""
         self._line(f"note: {_printable(text)}", style="yellow")
 
     def _line(self, text: str, style: str = "") -> None:
@@ -140,5 +140,5 @@ class Quiet:
 
 
 def _printable(text: str) -> str:
-    """Without what would move the cursor or break the line."""
+    """The text without characters that would move the cursor or break the line."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

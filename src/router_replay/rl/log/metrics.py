@@ -1,4 +1,4 @@
-"""What a training step is measured by: every name with its meaning, and the files that the numbers go to.
+"""The metrics of a training step: every name with its meaning, and the files that the numbers go to.
 
 with MetricsWriter(folder, config.logging, config.model_dump(mode="json")) as writer:
     writer.write(0, {"reward": 0.31, "mismatch/k3": 1.9e-3})
@@ -62,10 +62,10 @@ NAMES: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, and TensorBoard or wandb beside it where they are asked for; `sinks` says which are on.
+    """Writes metrics.jsonl, and also to TensorBoard and wandb if `logging` asks for them. `sinks` names those in use.
 
-    `done` is how many steps are finished: what the file has of later ones is dropped, since they run again. The
-    settings go to config.json, for the report page.
+    `config` goes to config.json, which the report reads. `done` is the number of finished steps: lines of later steps
+    are dropped from the file, since these steps run again.
     """
 
     def __init__(self, folder: pathlib.Path, logging: LoggingConfig, config: Mapping[str, Any], done: int = 0) -> None:
@@ -84,7 +84,7 @@ class MetricsWriter:
         self.sinks: tuple[str, ...] = ("jsonl", *(name for name, sink in beside.items() if sink is not None))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One step. A value that is not finite becomes null: JSON has no other word for it, and the name stays."""
+        """Write the values of one step. A value that is not finite is written as null, since JSON has no NaN."""
         _check_names(values)
         if step <= self._last_step:
             raise MeasureError(f"step {step} comes after step {self._last_step} in {self._path}: write each step once")
@@ -104,6 +104,7 @@ class MetricsWriter:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
+        """Close the file and the other sinks."""
         with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
             self._file.close()
         if self._tensorboard is not None:
@@ -127,7 +128,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _plain(value: Any) -> float | None:
-    """Python's own number, from whatever has one value (NumPy, a tensor)."""
+    """A Python number from a NumPy or torch scalar; None if it is not finite."""
     if isinstance(value, numbers.Integral):
         return int(value)
     value = float(value)
@@ -139,7 +140,7 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Written beside and renamed: a kill leaves the old file or the new one."""
+    """Write to a new file and rename it, so that a kill leaves either the old file or the new one."""
     beside = path.with_name(path.name + ".new")
     try:
         with beside.open("w", encoding="utf-8") as file:
@@ -171,7 +172,7 @@ def _wandb() -> types.ModuleType:
 
 
 def _wandb_run(wandb: types.ModuleType, folder: pathlib.Path, project: str, config: dict[str, Any]) -> Any:
-    """The folder keeps the run's id, so that a resumed run goes on in the same curves."""
+    """Start a wandb run. The folder keeps its id, so that a resumed run continues the same curves."""
     id_file = folder / "wandb_id.txt"
     if not id_file.exists():
         _replace(id_file, secrets.token_hex(8))

@@ -1,4 +1,4 @@
-"""From episodes to samples with advantages, and to a file where a step could not be finished."""
+"""Turn episodes into samples with advantages, and save them to a file when a step fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router_replay.rl.rollout.rollout import Episode
 
 
 def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bool) -> tuple[list[Sample], list[int]]:
-    """One sample per trajectory, with the advantage of its episode, and the number of that episode."""
+    """One sample per trajectory with the advantage of its episode, and for each sample the number of its episode."""
     rewards = [episode.reward for episode in episodes]
     advantages = group_advantages(rewards, [episode.group for episode in episodes], config.loss.kind)
     samples, numbers = [], []
@@ -33,6 +33,7 @@ def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bo
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The metrics of a step that depend on its episodes alone."""
     rewards = np.array([episode.reward for episode in episodes])
     groups = np.array([episode.group for episode in episodes])
     flat = [np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]
@@ -47,7 +48,8 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> str:
-    """What became of it, in words: this runs when something failed already, and must not hide that."""
+    """Write the episodes to `path`. Returns a text that says whether it worked, and never raises for a full disk:
+    this runs while another error is handled, and must not hide it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_episodes(episodes, path)

@@ -1,4 +1,4 @@
-"""Prompts that cannot be answered are found at the start, not in the step that comes to them and after every resume."""
+"""Find prompts that are too long at the start of a run, not in the step that comes to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN = 5
 
 
 def check_prompt_lengths(task: Task, config: TrainConfig) -> list[str]:
-    """ConfigError with the place of each prompt that would end the run; a note of those whose answers are cut."""
+    """Raise a ConfigError that names the prompts that would end the run; return a note if some answers are cut."""
     limit, slots, answer = config.engine.max_length, config.trainer.max_tokens, config.rollout.max_tokens
     multiple = config.trainer.ulysses  # a sequence is padded to it, so that it can be shared
     refused, cut = [], []

@@ -1,6 +1,9 @@
-"""Rollouts: environments ask, the engine answers, and every episode's responses are stitched into trajectories.
+"""Play the episodes of a step: environments ask, the engine answers, and the answers are stitched into trajectories.
 
-All episodes take their turns together: one batch of requests per turn. The same seeds then give the same batches.
+    rollout = Rollout(engine, task, problems=range(8), config=config.rollout, max_length=512, seed=(0, step))
+    episodes = rollout.run()
+
+All episodes take their turns together, with one batch of requests per turn, so the same seeds give the same batches.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from router_replay.stitch import Trajectory
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One environment played to its end. An environment that rewrote its history has several trajectories."""
+    """One environment, played to its end. It has several trajectories if the environment rewrote its history."""
 
     number: int
     group: int
@@ -37,11 +40,16 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
+        """The number of tokens that the policy sampled."""
         return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
 
 
 class Rollout:
-    """The episodes of one training step. What was played stays in `episodes` when something raises."""
+    """The episodes of one training step. They stay in `episodes` as far as they were played when `run` raises.
+
+    `problems` are the problem numbers, each of which gets `config.group` episodes. `max_length` limits prompt and
+    completion together. `seed` decides all samples of the step. `on_turn` is called before each turn.
+    """
 
     def __init__(
         self,
@@ -64,6 +72,7 @@ class Rollout:
                 self.episodes.append(self._reset(group, problem))
 
     def run(self) -> list[Episode]:
+        """Play all episodes to their end."""
         for turn in range(self._config.turns_of(self._task)):
             waiting = [episode for episode in self.episodes if not episode.done and self._room(episode)]
             if not waiting:
@@ -101,7 +110,7 @@ class Rollout:
         return max(0, min(self._config.max_tokens, self._max_length - len(episode.prompt)))
 
     def _first_requests(self) -> list[Request]:
-        """One request per group: its episodes start from one prompt, which is then computed once."""
+        """One request per group: its episodes share a prompt, so the engine computes it once."""
         return [self._request(episode, 0, n=self._config.group) for episode in self.episodes[:: self._config.group]]
 
     def _request(self, episode: Episode, turn: int, n: int = 1) -> Request:
@@ -156,5 +165,5 @@ class Rollout:
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed for one request, unrelated to those of its neighbours: engines add the sample's number to it."""
+    """A seed for one request. Neighbouring numbers give unrelated seeds, since engines add the sample's index to it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
