@@ -12,9 +12,9 @@ import pytest
 
 from router_replay import RouterSpec, Routes, wire
 from router_replay.engines import Engine, Request, Sampling
+from router_replay.engines.backend import Flight
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.dynamo import DynamoEngine
-from router_replay.engines.remote import Flight
 from router_replay.engines.sglang import SglangEngine
 from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.engines.types import Capabilities

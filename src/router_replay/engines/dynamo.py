@@ -20,9 +20,10 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.engines import checks
+from router_replay.engines.backend import Backend, BrokenError, Flight, Progress
 from router_replay.engines.base import WeightSource
 from router_replay.engines.http import Http, TokenId, answer_limit, decoded, refusal
-from router_replay.engines.remote import Backend, BrokenError, Flight, Progress, RemoteEngine
+from router_replay.engines.remote import RemoteEngine
 from router_replay.engines.stale import check_server
 from router_replay.engines.types import Capabilities, Completion, Request
 from router_replay.errors import EngineError, RouterReplayError

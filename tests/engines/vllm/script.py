@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from router_replay.engines.remote import Flight
+from router_replay.engines.backend import Flight
 from router_replay.engines.types import Capabilities, InFlight
 from router_replay.engines.vllm.client import Transport
 from router_replay.engines.vllm.samples import Sample

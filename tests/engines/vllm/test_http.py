@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,61 +16,15 @@ import pytest
 from router_replay import wire
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.plugin.inactive import NOTHING
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines.conftest import GREEDY, KEY, LONG, Checkpoints, Servers, one, prompt
+from tests.engines.stub import Reply, Stub, serving
 from tests.makers import random_routes
 
-web = pytest.importorskip("aiohttp.web")
+pytest.importorskip("aiohttp")
 SPEC = RouterSpec(16, 4, (1, 2, 3), num_layers=4)
-Handler = Callable[[Any], Awaitable[Any]]
-
-
-class FakeServer:
-    """An HTTP server on a thread; `routes` maps a path to its handler, everything else is 404."""
-
-    def __init__(self) -> None:
-        self.routes: dict[str, Handler] = {}
-        self.calls: list[str] = []
-        self.url = ""
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(10)
-
-    def _run(self) -> None:
-        async def answer(request: Any) -> Any:
-            self.calls.append(request.path)
-            handler = self.routes.get(request.path)
-            return web.json_response({"detail": "Not Found"}, status=404) if handler is None else await handler(request)
-
-        async def start() -> Any:
-            application = web.Application()
-            application.router.add_route("*", "/{path:.*}", answer)
-            runner = web.AppRunner(application)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-            return runner
-
-        runner = self._loop.run_until_complete(start())
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-
-
-def says(value: Any, status: int = 200) -> Handler:
-    async def handler(_: Any) -> Any:
-        return web.json_response(value, status=status)
-
-    return handler
 
 
 def choice(tokens: int = 1, rows: int = 1, **changes: Any) -> dict[str, Any]:
@@ -84,25 +37,24 @@ def choice(tokens: int = 1, rows: int = 1, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    server = FakeServer()
-    server.routes["/version"] = says({"version": "0.30.0"})
-    server.routes["/inference/v1/generate"] = says(choice())
-    yield server
-    server.close()
+def fake() -> Iterator[Stub]:
+    with serving() as stub:
+        stub.answers["/version"] = Reply({"version": "0.30.0"})
+        stub.answers["/inference/v1/generate"] = Reply(choice())
+        yield stub
 
 
 REQUEST = Request((7,), Sampling(max_tokens=1))
 
 
-def test_a_server_outside_the_tested_range_is_refused(fake: FakeServer) -> None:
-    fake.routes["/version"] = says({"version": "0.32.1"})
+def test_a_server_outside_the_tested_range_is_refused(fake: Stub) -> None:
+    fake.answers["/version"] = Reply({"version": "0.32.1"})
     with pytest.raises(EngineError, match=r"vLLM 0\.32\.1 is outside the tested range 0\.26 to 0\.30"):
         VllmHttpEngine(fake.url)
 
 
-def test_a_server_without_the_token_route_is_refused(fake: FakeServer) -> None:
-    del fake.routes["/inference/v1/generate"]
+def test_a_server_without_the_token_route_is_refused(fake: Stub) -> None:
+    del fake.answers["/inference/v1/generate"]
     with pytest.raises(EngineError, match="start it with --enable-scale-out"):
         VllmHttpEngine(fake.url)
 
@@ -115,8 +67,8 @@ def test_a_server_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(404, "not in development mode"), (500, "plugin is not active")])
-def test_a_server_without_the_plugin_says_what_is_missing(fake: FakeServer, status: int, reason: str) -> None:
-    fake.routes["/collective_rpc"] = says({"error": {"message": "no"}}, status)
+def test_a_server_without_the_plugin_says_what_is_missing(fake: Stub, status: int, reason: str) -> None:
+    fake.answers["/collective_rpc"] = Reply({"error": {"message": "no"}}, status)
     with pytest.raises(EngineError, match=reason):
         VllmHttpEngine(fake.url)  # nor does it say what its model is
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
@@ -130,28 +82,34 @@ def test_a_server_without_the_plugin_says_what_is_missing(fake: FakeServer, stat
             engine.update_weights("/anywhere", 1)
 
 
-def test_a_server_that_captures_nothing_says_so(fake: FakeServer) -> None:
-    fake.routes["/inference/v1/generate"] = says(choice(routed_experts=None))
+def test_a_server_whose_vllm_does_not_fit_says_which_seam(fake: Stub) -> None:
+    report = {**NOTHING, "active": False, "reason": "Router Replay is NOT active in this vLLM: X.y is not there"}
+    fake.answers["/collective_rpc"] = Reply({"results": [report]})
+    with pytest.raises(EngineError, match=r"NOT active in this vLLM: X\.y is not there"):
+        VllmHttpEngine(fake.url)
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert "X.y is not there" in engine.capabilities.why_not
+        assert not engine.capabilities.versions
+        assert len(one(engine, REQUEST).token_ids) == 1
+
+
+def test_a_server_that_captures_nothing_says_so(fake: Stub) -> None:
+    fake.answers["/inference/v1/generate"] = Reply(choice(routed_experts=None))
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
         assert not engine.capabilities.routes
         assert "without --enable-return-routed-experts" in engine.capabilities.why_not
         assert not one(engine, REQUEST).routes.captured.any()
 
 
-def test_a_server_that_is_busy_is_asked_again_and_then_given_up(fake: FakeServer) -> None:
-    answers = [503, 429, 200]
-
-    async def busy(_: Any) -> Any:
-        status = answers.pop(0) if answers else 503
-        return web.json_response(choice() if status == 200 else {"error": {"message": "full"}}, status=status)
-
+def test_a_server_that_is_busy_is_asked_again_and_then_given_up(fake: Stub) -> None:
+    full = {"error": {"message": "full"}}
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
-        fake.routes["/inference/v1/generate"] = busy
+        fake.answers["/inference/v1/generate"] = [Reply(full, 503), Reply(full, 429), Reply(choice()), Reply(full, 503)]
         assert len(one(engine, REQUEST).token_ids) == 1
-        fake.calls.clear()
+        fake.asked.clear()
         with pytest.raises(EngineError, match="answered 503: full"):
             one(engine, REQUEST)
-        assert len(fake.calls) == 5
+        assert len(fake.asked) == 5
 
 
 @pytest.mark.parametrize(
@@ -165,41 +123,30 @@ def test_a_server_that_is_busy_is_asked_again_and_then_given_up(fake: FakeServer
         (choice(routed_experts="AAAA"), "not a .npy file"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_no_sample(fake: FakeServer, answer: Any, message: str) -> None:
+def test_an_answer_that_does_not_fit_is_no_sample(fake: Stub, answer: Any, message: str) -> None:
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
-        fake.routes["/inference/v1/generate"] = says(answer)
+        fake.answers["/inference/v1/generate"] = Reply(answer)
         with pytest.raises((EngineError, ValueError), match=message):
             one(engine, REQUEST)
 
 
-def test_an_answer_that_breaks_off_is_no_sample(fake: FakeServer) -> None:
-    async def half(request: Any) -> Any:
-        body = json.dumps(choice()).encode()
-        response = web.StreamResponse(headers={"Content-Length": str(len(body))})
-        await response.prepare(request)
-        await response.write(body[: len(body) // 2])
-        request.transport.abort()
-        return response
-
+def test_an_answer_that_breaks_off_is_no_sample(fake: Stub) -> None:
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
-        fake.routes["/inference/v1/generate"] = half
-        fake.calls.clear()
+        fake.answers["/inference/v1/generate"] = Reply(choice(), sent=40)
+        fake.asked.clear()
         with pytest.raises(EngineError, match="broke before the answer was whole"):
             one(engine, REQUEST)
-        assert len(fake.calls) == 1  # a request that was begun is not sent again behind the caller's back
+        assert len(fake.asked) == 1  # a request that was begun is not sent again behind the caller's back
 
 
-def test_a_server_that_is_too_slow(fake: FakeServer) -> None:
-    async def slow(_: Any) -> Any:
-        await asyncio.sleep(5)
-
+def test_a_server_that_is_too_slow(fake: Stub) -> None:
     with VllmHttpEngine(fake.url, spec=SPEC, timeout=0.5) as engine:
-        fake.routes["/inference/v1/generate"] = slow
+        fake.answers["/inference/v1/generate"] = Reply(choice(), seconds=5)
         with pytest.raises(EngineError, match="did not answer in time"):
             one(engine, REQUEST)
 
 
-def test_log_probs_of_another_temperature_are_refused(fake: FakeServer) -> None:
+def test_log_probs_of_another_temperature_are_refused(fake: Stub) -> None:
     with (
         VllmHttpEngine(fake.url, spec=SPEC) as engine,
         pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"),

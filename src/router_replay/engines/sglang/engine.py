@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
+from router_replay.engines.backend import Backend, BrokenError, Flight, Progress
 from router_replay.engines.base import WeightSource
 from router_replay.engines.http import FIRST_PAUSE, Http, answer_limit, message_of, parsed, printable, refusal
 from router_replay.engines.prefill_decode import without_prompt_rows
-from router_replay.engines.remote import Backend, BrokenError, Flight, Progress, RemoteEngine
+from router_replay.engines.remote import RemoteEngine
 from router_replay.engines.sglang.answers import completion_of
 from router_replay.engines.stale import Role, check_server
 from router_replay.engines.types import Capabilities, Completion, Request

@@ -11,8 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from router_replay.engines import checks
+from router_replay.engines.backend import Backend, BrokenError, Flight, Progress
 from router_replay.engines.base import SharedTensors, WeightSource
-from router_replay.engines.remote import Backend, BrokenError, Flight, Progress, RemoteEngine
+from router_replay.engines.remote import RemoteEngine
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.engines.vllm.samples import Sample, completion_of, progress_of
 from router_replay.errors import EngineError

@@ -16,8 +16,8 @@ import msgspec
 
 from router_replay import wire
 from router_replay.engines import checks
+from router_replay.engines.backend import Flight
 from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
-from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from router_replay.engines import checks
+from router_replay.engines.backend import Flight
 from router_replay.engines.environment import environment
-from router_replay.engines.remote import Flight
 from router_replay.engines.types import Capabilities, InFlight
 from router_replay.engines.vllm import plugin
 from router_replay.engines.vllm.client import Transport, VllmClient

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from router_replay.engines import checks
-from router_replay.engines.remote import Flight
+from router_replay.engines.backend import Flight
 from router_replay.engines.types import Completion
 from router_replay.errors import EngineError
 from router_replay.routes import Routes, row_count
