@@ -210,16 +210,15 @@ def _count(routes: Routes | TensorRoutes, idle: Any) -> tuple[Any, Any]:
     """Rows that are replayed, and rows that are live and not idle; tensors where only the device knows."""
     if routes.all_captured:
         return len(routes), 0
-    captured: Any = routes.captured
-    live = ~captured
+    captured_T = routes.captured if isinstance(routes, TensorRoutes) else torch.from_numpy(routes.captured.copy())
+    live_T = ~captured_T
     if idle is not None:
-        on_host = isinstance(captured, np.ndarray)
-        idle = np.asarray(idle) if on_host else torch.as_tensor(idle, device=captured.device)
-        if idle.shape != live.shape:
-            raise ReplayError(f"idle has the shape {list(idle.shape)}, the routes have {len(live)} rows")
-        live = live & ~(idle != 0)
-    counts = captured.sum(), live.sum()
-    return tuple(map(int, counts)) if isinstance(captured, np.ndarray) else counts  # type: ignore[return-value]
+        idle_T = torch.as_tensor(idle, device=captured_T.device).bool()
+        if idle_T.shape != live_T.shape:
+            raise ReplayError(f"idle has the shape {list(idle_T.shape)}, the routes have {len(live_T)} rows")
+        live_T &= ~idle_T
+    replayed, live = captured_T.sum(), live_T.sum()
+    return (int(replayed), int(live)) if isinstance(routes, Routes) else (replayed, live)
 
 
 def _refuse_missing(routes: Routes | TensorRoutes, loss_mask: Any) -> None:
