@@ -1,4 +1,4 @@
-"""pack: samples into bins of at most `max_tokens` slots, by one layout for everything."""
+"""`pack` puts samples into bins of at most `max_tokens` slots. One layout moves tokens, masks and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router_replay.routes import Routes
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every sample goes. The only thing that knows; tokens, masks and rows are all laid out by it."""
+    """Where every sample goes. Tokens, masks and rows are all laid out by it."""
 
     bins: tuple[tuple[int, ...], ...]  # sample numbers per bin, in order
     lengths: tuple[int, ...]  # tokens of each sample

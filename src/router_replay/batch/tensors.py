@@ -1,4 +1,4 @@
-"""The torch edge of a batch: the same names as tensors, routes still one or two bytes per id."""
+"""Batches and routes as tensors. The names stay the same, and an expert id still takes one or two bytes."""
 
 from __future__ import annotations
 
@@ -73,13 +73,12 @@ class TensorBatch:
     label_advantages: torch.Tensor
     cu_seqlens: torch.Tensor
     routes: TensorRoutes | None
-    max_seqlen: int
 
     @classmethod
     def from_batch(cls, batch: Batch, device: Any = "cpu") -> TensorBatch:
         fields = {name: _writable(getattr(batch, name)).to(device) for name in (*PER_SLOT, "cu_seqlens")}
         routes = None if batch.routes is None else TensorRoutes.from_routes(batch.routes, device)
-        return cls(**fields, routes=routes, max_seqlen=batch.max_seqlen)
+        return cls(**fields, routes=routes)
 
     def __len__(self) -> int:
         return len(self.token_ids)

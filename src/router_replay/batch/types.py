@@ -69,16 +69,6 @@ class Batch:
     def num_bins(self) -> int:
         return len(self.bin_ends)
 
-    @property
-    def max_seqlen(self) -> int:
-        return int(np.diff(self.cu_seqlens).max())
-
-    @property
-    def nbytes(self) -> int:
-        """What this batch weighs when it is sent."""
-        arrays = sum(getattr(self, name).nbytes for name in (*PER_SLOT, "cu_seqlens", "bin_ends", "slots"))
-        return arrays + (self.routes.nbytes if self.routes is not None else 0)
-
     def bins(self) -> Iterator[Batch]:
         """The bins as batches of their own: micro-batches for gradient accumulation. Their arrays are views."""
         self._refuse_shard("bins")

@@ -78,16 +78,15 @@ def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
     """How many rows are replayed, and how many are live and not idle; tensors where only the device knows."""
     if rows.all_captured:
         return len(rows), 0
-    captured: Any = rows.captured
-    live = ~captured
-    on_host = isinstance(captured, np.ndarray)
+    captured_T = rows.captured if isinstance(rows, TensorRoutes) else torch.from_numpy(rows.captured.copy())
+    live_T = ~captured_T
     if idle is not None:
-        idle = np.asarray(idle) if on_host else torch.as_tensor(idle, device=captured.device)
-        if idle.shape != live.shape:
-            raise ReplayError(f"idle has the shape {list(idle.shape)}, the routes have {len(live)} rows")
-        live = live & ~(idle != 0)
-    replayed, left_live = captured.sum(), live.sum()
-    return (int(replayed), int(left_live)) if on_host else (replayed, left_live)
+        idle_T = torch.as_tensor(idle, device=captured_T.device).bool()
+        if idle_T.shape != live_T.shape:
+            raise ReplayError(f"idle has the shape {list(idle_T.shape)}, the routes have {len(live_T)} rows")
+        live_T &= ~idle_T
+    replayed, live = captured_T.sum(), live_T.sum()
+    return (int(replayed), int(live)) if isinstance(rows, Routes) else (replayed, live)
 
 
 def refuse_missing(rows: Rows, loss_mask: Any) -> None:

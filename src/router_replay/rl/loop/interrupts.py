@@ -1,4 +1,4 @@
-"""Ctrl-C between two states that can be saved, never in the middle of one.
+"""Ctrl-C ends a run between two states that can be saved, never in the middle of one.
 
 with Interrupts() as interrupts:
     ...                        # KeyboardInterrupt at once: nothing has changed yet
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """SIGINT and SIGTERM while a run works. With `at_once=False` they only set `asked` (ranks must agree first)."""
+    """Handles SIGINT and SIGTERM. With `at_once=False` they only set `asked`, since ranks must agree to stop."""
 
     def __init__(self, at_once: bool = True) -> None:
         self.asked = False
@@ -36,6 +36,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
+        """Let a signal wait until the block has ended."""
         self._held = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a step is measured by, from what its parts found out: one number for every name of metrics.py but the times."""
+"""The metrics of a step, computed from what its phases found: a number for every name in metrics.py, without times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models and tokenizers from folders, sharded over the ranks of a run, and their weights back out.
+"""Load models and tokenizers from folders, shard models over the ranks, and collect their weights again.
 
-Master weights are float32. In bfloat16, and on more than one rank, FSDP2 holds them: it shards them and casts what
-a pass needs. One rank in float32 runs the plain model.
+Master weights are float32. With bfloat16, or more than one rank, FSDP2 holds them: it shards them, and casts what a
+pass needs. One rank in float32 runs the plain model.
 """
 
 from __future__ import annotations

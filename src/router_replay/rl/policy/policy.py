@@ -1,9 +1,10 @@
-"""The policy that learns: log-probs of rollouts under the chosen routing, and optimizer steps on them.
+"""Policy: the model that learns. It computes log-probs under the routing of the mode, and makes optimizer steps.
 
     scored = policy.score(mini)              # the old policy's log-probs; R2 records its routes here
     figures = policy.update(mini, scored)    # one optimizer step, with the routes of the mode replayed
 
-`replay` decides which experts a pass uses: "off" the live ones, "r2" those of the scoring pass, "r3" the engine's.
+The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, "r3"
+the engine's.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from router_replay.routes import Routes
 
 
 class NotFiniteError(TrainError):
-    """A loss or a gradient of all ranks together: each of them raises it."""
+    """The loss or the gradient is not finite. Both are sums over all ranks, so every rank raises it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored:
-    """What the old-policy pass found out about one micro-batch. Tensors are [slots of the whole bin]."""
+    """What the old-policy pass found for one micro-batch. Tensors have one entry per slot of the whole bin."""
 
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
@@ -75,7 +76,7 @@ class Policy:
 
     @torch.no_grad()
     def score(self, mini: MiniBatch) -> list[Scored]:
-        """The old policy's log-probs of every micro-batch, and the reference's."""
+        """Compute the log-probs of the old policy, and of the reference model, for every micro-batch."""
         self.model.eval()
         return [self._score(micro) for micro in mini.micro]
 
@@ -103,7 +104,7 @@ class Policy:
         return figures
 
     def route_counts(self) -> Stats:
-        """Of all passes since the last call, over all ranks. Waits for the device, so once a step."""
+        """The Stats of all passes since the last call, summed over ranks. Waits for the device: call it once a step."""
         stats, beside = self.replayer.stats, self._beside
         found = sum(beside, start=stats.since(self._counted))
         self._counted, self._beside = stats, []

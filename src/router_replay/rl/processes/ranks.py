@@ -23,8 +23,8 @@ from router_replay.errors import ConfigError, TrainError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.processes.watch import NoWatch, Watch
 
-# Of one collective: the others wait while the first rank plays rollouts, for as long as it gets on. The watch, which
-# knows whether it does, ends a run long before this.
+# The timeout of one collective. The other ranks wait in one while the first rank plays rollouts. The watch sees whether
+# the first rank makes progress, and ends a run that hangs long before this.
 PATIENCE = datetime.timedelta(hours=12)
 _runs = itertools.count()  # of this process, since a store outlives a run
 
@@ -43,10 +43,6 @@ class Ranks:
     @property
     def replicas(self) -> int:
         return self.world // self.ulysses
-
-    @property
-    def replica(self) -> int:
-        return self.rank // self.ulysses
 
     @property
     def piece(self) -> int:
@@ -109,7 +105,7 @@ def world_size() -> int:
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Take this process's place. A single process needs a group too where FSDP2 keeps its master weights."""
+    """Join the other processes. A single one needs a process group too where FSDP2 keeps its master weights."""
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -142,7 +138,7 @@ def _ulysses_group(rank: int, world: int, size: int) -> Any:
 
 
 def leave(here: Ranks | None = None, failed: bool = False) -> None:
-    """After a failure the watch stays until the end: a broken group may not let go of this process."""
+    """Leave the process group. After a failure the watch works on meanwhile, since a broken group may hang here."""
     watch = NoWatch() if here is None else here.watch
     if not failed:
         watch.close()

@@ -34,7 +34,7 @@ class RankFailed(TrainError):
 
 
 class NoWatch:
-    """Of a rank that is alone."""
+    """The watch of a rank that runs alone: it does nothing."""
 
     agreed = False
     give_up: Callable[[], object] | None = None
@@ -50,13 +50,13 @@ class NoWatch:
 
 
 class Watch:
-    """One rank's side. `store`: torch's, with a connection that nobody else uses."""
+    """One rank's watch. `store` is torch's store of the run, over a connection that nothing else uses."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
         self.agreed = False
-        """All ranks know of the failure that ends them: none needs to be told."""
+        """True when every rank knows the failure that ends the run, so that none needs to be told."""
         self.give_up: Callable[[], object] | None = None
-        """Closes what should not outlive a process that has to be ended from here."""
+        """Called before this thread ends the process: it closes what must not outlive it, such as an engine."""
         self._store, self._rank, self._world, self._timeout = store, rank, world, timeout
         self._phase, self._count = "starting", 0
         self._main = threading.get_ident()
@@ -74,11 +74,11 @@ class Watch:
         self.beat()
 
     def beat(self) -> None:
-        """This rank gets on. A phase may have many; `trainer.rank_timeout` bounds the time between two."""
+        """Note that this rank makes progress. `trainer.rank_timeout` bounds the time between two calls."""
         self._count += 1
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks. Gives back what to raise here: the reason, which may be another rank's."""
+        """Tell the other ranks of `error`. Returns what to raise here; another rank may have failed first."""
         if self.agreed or isinstance(error, RankFailed):
             return error
         self._raised = True
@@ -139,7 +139,7 @@ class Watch:
             self._seen[other].update(json.loads(self._store.get(f"rank{other}")))
 
     def _judge(self) -> None:
-        """On the first rank. While any rank gets on, those that wait are right to wait."""
+        """On the first rank: tell all ranks when none of them made progress for `trainer.rank_timeout`."""
         for other in range(self._world):
             self._look(other)
         if min(seen.idle for seen in self._seen.values()) < self._timeout:
@@ -158,7 +158,7 @@ class Watch:
             self._tell(f"the first rank is silent for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
 
     def _tell(self, text: str, ranks: list[int]) -> str:
-        """The first failure is the one that counts; its text."""
+        """Tell a failure, unless one was told before. Returns the text of the first."""
         told = self._store.compare_set(FAILED, "", json.dumps({"text": text, "ranks": ranks}))
         return str(json.loads(told)["text"])
 
@@ -229,7 +229,7 @@ class _Seen:
 
     @property
     def idle(self) -> float:
-        """Seconds in which it did not get on."""
+        """Seconds without progress."""
         return time.monotonic() - self._moved
 
     def in_words(self) -> str:

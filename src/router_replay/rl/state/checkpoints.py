@@ -1,10 +1,12 @@
-"""Checkpoints that a run can be killed in the middle of: written to the side, made durable, then renamed.
+"""Checkpoints. They are written beside their place, synced to disk and then renamed, so a killed run leaves none half.
 
-out/run/checkpoints/step_000010/
-    model.safetensors, config.json, tokenizer...    the float32 policy in the Hugging Face layout
-    trainer.pt                                      optimizer, random numbers
-    run.json                                        the settings of the run so far (run_record.py)
-    progress.json                                   steps done, policy version, next problem, optimizer steps
+    out/run/checkpoints/step_000010/
+        model.safetensors, config.json, tokenizer...    the float32 policy in the Hugging Face layout
+        trainer.pt                                      optimizer state, random numbers
+        run.json                                        the settings of the run so far (run_record.py)
+        progress.json                                   steps done, policy version, next problem, optimizer steps
+
+Weights and optimizer state are whole, not the shards of a rank, so any number of processes can go on from them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ UNFINISHED = (".writing_", ".replaced_")  # what a kill in the middle of `save` 
 
 
 class CheckpointError(TrainError):
-    """A checkpoint that could not be written. Every rank raises it, and trying again would fail again."""
+    """A checkpoint could not be written. Every rank raises it; to try again would fail again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def save(
     ranks: Ranks,
     record: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint and forget the oldest ones. All ranks call this; the first writes."""
+    """Write a checkpoint and remove the oldest ones beyond `keep`. All ranks call this; the first one writes."""
     weights = whole_state(policy.model)
     optimizer = None
     if policy.updates:  # torch would make the state of a fresh optimizer by a step, which then counts as one
@@ -124,7 +126,10 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def restore(policy: Policy, folder: pathlib.Path) -> None:
-    """Optimizer and random numbers of a checkpoint; the policy was loaded from the folder itself."""
+    """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
+
+    Every rank reads the whole optimizer state and keeps its share.
+    """
     settings = [{name: value for name, value in group.items() if name != "params"} for group in _groups(policy)]
     try:
         saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # which runs no code of the file
@@ -140,7 +145,7 @@ def restore(policy: Policy, folder: pathlib.Path) -> None:
 
 
 def damaged(folder: pathlib.Path, file: str, error: Exception) -> TrainError:
-    """What to say of a checkpoint that cannot be read, and which one is before it."""
+    """The error for a checkpoint that cannot be read; it names the checkpoint before it."""
     others = [path for path in found(folder.parent.parent) if path != folder]
     remedy = "there is no other checkpoint in this run: start it anew with another output"
     if others:

@@ -1,7 +1,7 @@
-"""What a run was started with: kept in every checkpoint, and compared when the run goes on.
+"""RunRecord: the settings that a run was started with. Every checkpoint has it, and `--resume` compares it.
 
-A change that cannot be meant (another model, other problems, another seed) is refused: the run would no longer be the
-one that its folder tells of. Any other change is allowed, shown, and recorded with the step from which it holds.
+Another model, other problems or another seed are refused: it would be another run in the same folder. Any other
+change, also of the number of processes, is allowed, shown, and recorded with the step from which it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings of a run so far. `history`: from which step on which setting was changed by a `--resume`."""
+    """The settings of a run so far. `history` lists what a `--resume` changed, and from which step on."""
 
     config: dict[str, Any]
     model: str
@@ -52,7 +52,7 @@ class RunRecord:
         return dataclasses.asdict(self)
 
     def for_config_file(self) -> dict[str, Any]:
-        """What config.json says: the settings now, and how they came to be so."""
+        """The contents of config.json: the settings now, and the history of their changes."""
         return {**self.config, **({"history": list(self.history)} if self.history else {})}
 
     def going_on_from(self, before: RunRecord, step: int, output: pathlib.Path) -> Self:
@@ -67,7 +67,7 @@ class RunRecord:
         return dataclasses.replace(self, history=(*before.history, *news))
 
     def notes(self, step: int) -> list[str]:
-        """What a `--resume` at `step` changed, for the display."""
+        """A line for the display for each change that a `--resume` at `step` made."""
         return [
             f"from step {step} on, {name} is {new!r}; it was {old!r}"
             for entry in self.history[-1:]
@@ -79,7 +79,7 @@ class RunRecord:
 def record_of(
     config: TrainConfig, task: Task, checkpoint: pathlib.Path | None, step: int
 ) -> tuple[RunRecord, list[str]]:
-    """The record of a run that starts, or goes on from a checkpoint, and what its user should know of it."""
+    """The record of a run that starts, or goes on from a checkpoint, and notes for its user."""
     now = RunRecord.of(config, task)
     if checkpoint is None:
         return now, []
@@ -92,7 +92,7 @@ def record_of(
 
 
 def fingerprint(folder: pathlib.Path) -> str:
-    """Of a model: its config and both ends of its weight files. The same files elsewhere are the same model."""
+    """A digest of a model: its config and both ends of its weight files, wherever the folder lies."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         size = path.stat().st_size
