@@ -74,8 +74,13 @@ class Sample:
         """
         if self.routes is None or self.routes.all_captured:
             return None
-        needed = self.loss_mask[1:] & ~self.routes.captured[:-1]
-        return int(needed.argmax()) if needed.any() else None
+        missing = missing_rows(self.routes.captured[:-1], self.loss_mask[1:])
+        return int(missing[0]) if len(missing) else None
+
+
+def missing_rows(captured: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """The rows that the loss needs and nobody captured. `needed[i]`: the token that row i predicts bears loss."""
+    return np.flatnonzero(needed.astype(bool) & ~captured)
 
 
 def _per_token(values: Any, tokens: int, name: str) -> np.ndarray:

@@ -34,6 +34,9 @@ class SharedTensors(Protocol):
 WeightSource: TypeAlias = str | os.PathLike[str] | SharedTensors | Mapping[str, Any]
 
 
+PAUSED_FINISHES_NOTHING = "a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'"
+
+
 def check_in_flight(in_flight: InFlight) -> InFlight:
     if in_flight not in get_args(InFlight):
         raise EngineError(f"in_flight must be one of {get_args(InFlight)}, got {checks.shown(in_flight)}")

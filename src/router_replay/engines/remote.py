@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from router_replay.engines import checks
 from router_replay.engines.backend import Backend, BrokenError, Flight
-from router_replay.engines.base import Engine, WeightSource, check_in_flight
+from router_replay.engines.base import PAUSED_FINISHES_NOTHING, Engine, WeightSource, check_in_flight
 from router_replay.engines.capture_watch import CaptureWatch
 from router_replay.engines.http import printable
 from router_replay.engines.types import Completion, InFlight, Request
@@ -288,7 +288,7 @@ class RemoteEngine(Engine):
             await asyncio.wait([flight.done for flight in flights]) if flights else None
         elif in_flight == "wait" and flights:
             if self._paused:
-                raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
+                raise EngineError(PAUSED_FINISHES_NOTHING)
             self._waiting = flights
             await self._notify()
             try:

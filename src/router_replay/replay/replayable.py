@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from router_replay.batch import NO_LABEL, LocalBatch
+from router_replay.batch.sample import missing_rows
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.state import Recording
@@ -97,7 +98,7 @@ def refuse_missing(rows: Rows, loss_mask: Any) -> None:
     mask = loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)
     if mask.shape != captured.shape:
         raise ReplayError(f"loss_mask has the shape {list(mask.shape)}, the routes have {len(captured)} rows")
-    missing = np.flatnonzero(mask.astype(bool) & ~captured)
+    missing = missing_rows(captured, mask)
     if len(missing):
         raise ReplayError(
             f"{len(missing)} rows that bear loss are missing, the first is row {missing[0]}: "

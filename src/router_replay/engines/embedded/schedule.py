@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from router_replay.engines.base import PAUSED_FINISHES_NOTHING
 from router_replay.engines.embedded.runner import Runner
 from router_replay.engines.embedded.samples import Flight, Sample
 from router_replay.engines.types import Completion, InFlight
@@ -149,7 +150,7 @@ class Schedule:
             self._bring_down(flights)
         elif barrier.in_flight == "wait" and flights:
             if self.paused:
-                raise EngineError("a paused engine finishes nothing: resume it, or choose in_flight='abort' or 'keep'")
+                raise EngineError(PAUSED_FINISHES_NOTHING)
             barrier.waits_for = flights
 
     def _admissible(self) -> list[Sample]:
