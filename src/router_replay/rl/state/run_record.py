@@ -121,9 +121,10 @@ def _refusals(before: RunRecord, now: RunRecord) -> list[str]:
             f"{new[path]!r} (fingerprint {now.model})"
         )
     if before.problems != now.problems and not refused:  # else they differ by what is named above
+        source = file if new.get("environment.kind") == "jsonl" else "environment.arguments"
         refused.append(
-            f"{file}: the run was started with {before.problems} in {old.get(file)!r}, now there are {now.problems} in "
-            f"{new[file]!r}"
+            f"{source}: the run was started with {before.problems} from {old.get(source)!r}, now there are "
+            f"{now.problems} from {new.get(source)!r}"
         )
     return refused
 
