@@ -132,8 +132,14 @@ class Run:
             except BaseException as error:
                 failure = error
         if self.ranks.any(failure is not None):
-            failure = self.agreed = failure or TrainError("the first rank failed; its message says why")
+            failure = self.agreed = self._told_by_first(failure)
         return result, failure
+
+    def _told_by_first(self, failure: BaseException | None) -> BaseException:
+        """The first rank's failure, on every rank: torchrun ends all when one has left, so each must say the reason."""
+        text = f"the first rank failed; {type(failure).__name__}: {failure}".encode()
+        told = self.ranks.scatter([text] * self.ranks.world if self.ranks.is_first else None)
+        return failure or TrainError(told.decode())
 
     def stop_if_asked(self, asked: bool) -> None:
         """Raise KeyboardInterrupt on all ranks where one of them was asked to stop."""
