@@ -73,9 +73,9 @@ bench: setup  # the timed promises; fails where one is missed
 
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000
-	@$(BIN)/python -m tests.stitch.fuzz --minutes 10
-	@$(BIN)/python -m tests.replay.fuzz --minutes 10
-	@$(BIN)/python -m tests.engines.fuzz --minutes 10
+	@$(BIN)/python -m tests.fuzz stitch --minutes 10
+	@$(BIN)/python -m tests.fuzz replay --minutes 10
+	@$(BIN)/python -m tests.fuzz engines --minutes 10
 
 mutants: setup  # a random sample of small changes to the core; fails where the tests beside them miss one in ten
 	@nice $(BIN)/python tools/mutants.py --sample 150 --least 0.9

@@ -1,6 +1,4 @@
-"""A fuzzer for what is in force: random opens, closes, passes, backwards, failures, threads, generators, detaches.
-
-    python -m tests.replay.fuzz --minutes 10
+"""What is in force, as a state machine: opens, closes, passes, backwards, failures, threads, generators, detaches.
 
 The machine does the same to a RouterReplay and to a plain list of open blocks. Outputs, gradients, recordings and
 counters must be, to the bit, what that list says; what the list forbids must raise. The expected values come from
@@ -9,21 +7,18 @@ a twin of the model that has no checkpointing, and whose blocks are opened and c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import threading
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-import hypothesis
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -96,7 +91,7 @@ def actor_loop() -> Generator[Any, Command, None]:
             answer = error
 
 
-class Machine(RuleBasedStateMachine):
+class ReplayMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = tiny.make("qwen3_moe")
@@ -283,29 +278,3 @@ def in_a_thread(work: Command) -> Any:
     thread.start()
     thread.join()
     return answers[0]
-
-
-def run(examples: int, steps: int = 40, **more: Any) -> None:
-    settings = hypothesis.settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        **more,
-    )
-    run_state_machine_as_test(Machine, settings=settings)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    end = time.monotonic() + 60 * parser.parse_args().minutes
-    rounds = 0
-    while time.monotonic() < end:
-        run(examples=50)
-        rounds += 1
-    print(f"replay state machine: {50 * rounds} random runs of 40 steps, no difference")  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
