@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.paused = False
         self.updates = 0
         self.futures: dict[str, Future[list[Completion]]] = {}
+        self.jobs_of: dict[str, int] = {}  # request -> how many the server makes of it
         self.spoilt: set[str] = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -78,14 +79,15 @@ class EngineMachine(RuleBasedStateMachine):
         before = len(self.server.jobs) if self.server else 0
         future = asyncio.run_coroutine_threadsafe(self.engine.submit(request), self.loop)
         self.futures[request.id] = future
+        self.jobs_of[request.id] = 1 if self.kind == "vllm_http" else n
         if request.id in self.spoilt:
             assert isinstance(future.exception(SECONDS), EngineError)
             self.server.spoil = None  # type: ignore[union-attr]
         elif self.server is not None and not self.paused:
-            asked = 1 if self.kind == "vllm_http" else n
+            asked = self.jobs_of[request.id]
             eventually(lambda: future.done() or len(self.server.jobs) >= before + asked)  # type: ignore[union-attr]
-        elif self.server is not None:
-            eventually(lambda: any(flight.request.id == request.id for flight in self.engine._flights))  # type: ignore[attr-defined]
+        else:  # what comes next must find it in the engine
+            eventually(lambda: future.done() or request.id in self.known_to_the_engine())
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -119,7 +121,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.resume()
         self.paused = False
         if self.server is not None:
-            assert not self.server.paused
+            server = self.server
+            assert not server.paused
+            # Requests that waited in the client are on their way: what comes next must find them at the server.
+            eventually(lambda: len(server.jobs) >= sum(self.jobs_of[name] for name in self.in_flight()))
 
     @rule(in_flight=st.sampled_from(["abort", "keep", "wait"]), refused=st.booleans())
     def update(self, in_flight: InFlight, refused: bool) -> None:
@@ -146,6 +151,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.engine.version == before
 
     # -- what must hold -------------------------------------------------------------------------
+
+    def known_to_the_engine(self) -> list[str]:
+        engine: Any = self.engine
+        flights = engine._flights if self.server is not None else engine._schedule._flights
+        return [flight.request.id for flight in list(flights)]
 
     def in_flight(self) -> list[str]:
         return [name for name, future in self.futures.items() if not future.done()]

@@ -95,8 +95,14 @@ def serving() -> Iterator[Stub]:
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # of the standard 5, those that come too many at a time wait for seconds
+
+        def handle_error(self, *_: object) -> None:
+            """A client that has gone is no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     stub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
