@@ -101,7 +101,7 @@ class FakeServer:
     def _job(self, name: str, prompt: int, wanted: int, start: int) -> Job:
         with self._changed:
             job = self.jobs[name] = Job(prompt, wanted, [self.version], start, ended=self.freely)
-            self._changed.wait_for(lambda: self._through(job), timeout=60)
+            self._changed.wait_for(lambda: self._through(job), timeout=300)
             if not job.aborted:
                 job.versions += [self.version] * (wanted - len(job.versions))
             del self.jobs[name]
@@ -230,9 +230,9 @@ def rows_of(job: Job) -> Routes:
 
 
 CONNECT: dict[str, Callable[[str], Engine]] = {
-    "vllm_http": lambda url: VllmHttpEngine(url, timeout=20),
-    "sglang": lambda url: SglangEngine(url, SPEC, timeout=20),
-    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], timeout=20),
+    "vllm_http": lambda url: VllmHttpEngine(url, timeout=300),
+    "sglang": lambda url: SglangEngine(url, SPEC, timeout=300),
+    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], timeout=300),
 }
 
 

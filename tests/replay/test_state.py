@@ -19,7 +19,7 @@ SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
 
 def plan(**more: Any) -> Plan:
     ids = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2)
-    return Plan(ids, None, SPEC, rows_replayed=3, rows_live=0, **more)
+    return Plan(ids, None, rows_replayed=3, rows_live=0, **more)
 
 
 def test_a_plan_gives_the_wide_ids_of_one_layer() -> None:
