@@ -103,7 +103,6 @@ def test_a_pause_settles_what_came_before_and_holds_what_comes_after(
         assert not pausing.done()
         server.finish()
     pausing.result(10)
-    assert flying.done()
     assert flying.result(10)[0].finish_reason == ("abort" if in_flight == "abort" else "length")
     later = submitted(engine, Request(PROMPT, FOUR))
     server.run_freely()

@@ -94,6 +94,7 @@ def actor_loop() -> Generator[Any, Command, None]:
 class ReplayMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        torch.set_num_threads(1)
         self.model = tiny.make("qwen3_moe")
         self.plain_forwards = [layer.forward for layer in self.layers]
         self.replayer = RouterReplay(self.model.model)
@@ -269,6 +270,7 @@ def in_a_thread(work: Command) -> Any:
     answers: list[Any] = []
 
     def run() -> None:
+        torch.set_num_threads(1)  # of this thread: sums in another order would differ in their last bits
         try:
             answers.append(work())
         except Exception as error:
