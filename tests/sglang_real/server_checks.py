@@ -25,7 +25,7 @@ from tests.sglang_real.conftest import Server, prompt
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = Sampling(max_tokens=300, ignore_eos=True)
-PAYLOAD = pathlib.Path(__file__).parents[1] / "engines" / "payloads" / "sglang_generate.json"
+PAYLOAD = pathlib.Path(__file__).parents[1] / "engines" / "sglang" / "payloads" / "sglang_generate.json"
 Models = tuple[pathlib.Path, pathlib.Path]
 Say = Callable[[str], None]
 

@@ -29,6 +29,7 @@ from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
 TESTED = "0.5.23"
+BREATH = 0.05  # seconds; a request of another client does not end in so short a time
 FLUSHES = 6  # tries, with growing pauses: a request that is just ending still holds its blocks
 NOT_FLUSHED = "cache was not flushed"
 UNTOUCHED = ("Failed to get model loader", "Failed to get weights iterator")  # before the first weight is written
@@ -205,17 +206,26 @@ class SglangBackend(Backend):
     async def _flush(self, source: str) -> None:
         """KV and rows of the old weights must go: SGLang answers that it loaded, but not flushed."""
         pause, text = FIRST_PAUSE, ""
-        for _ in range(FLUSHES):
+        for attempt in range(FLUSHES):
             status, answer = await self._http.request("POST", "/flush_cache", repeat=True, patient=True)
             if status == 200:
                 return
             text = message_of(answer)
+            if attempt == 0:
+                await self._breathe()
             await asyncio.sleep(pause)
             pause *= 2
         raise BrokenError(
             f"{self._http.url} loaded {source} but did not flush its cache in {FLUSHES} tries ({text.strip()}): "
             "requests of other clients hold KV of the old weights. End them, and load into a server of one's own"
         )
+
+    async def _breathe(self) -> None:
+        """Let the scheduler run for a moment: a request that ended just before the pause is still in it, and counts
+        as running until the next pass. Requests of this engine wait at the gate meanwhile."""
+        await self.go()
+        await asyncio.sleep(BREATH)
+        await self.hold(())
 
     async def close(self) -> None:
         await self._http.close()
