@@ -59,6 +59,11 @@ def test_the_last_set_of_many_is_checked_too() -> None:
         Routes(ids, WIDE)
 
 
+def test_a_repeated_expert_in_the_only_row_of_the_only_layer_is_refused() -> None:
+    with pytest.raises(RoutesError, match=r"row 0, layer 4: experts \[3, 3\] repeat"):
+        Routes([[[3, 3]]], RouterSpec(num_experts=8, top_k=2, layers=(4,)))
+
+
 @pytest.mark.parametrize("bad", range(7))
 def test_no_repeated_expert_hides_among_good_sets(bad: int) -> None:
     ids = random_ids(7, RouterSpec(8, 2, (0,)))

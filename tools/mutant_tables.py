@@ -48,6 +48,7 @@ EQUIVALENT: dict[str, str] = {
     "np.empty(1, dtype)": "the buffer has room for one element more",
     "np.empty((1, *spec.row_shape)": "the buffer has room for one row more",
     "if room >= len(self._buffer)": "the buffer grows one row early",
+    "self._buffer[self._length + 1 : rows] = 0": "what a row that is not captured holds has no meaning",
     "self._buffer[self._length : rows + 1] = 0": "the room behind the rows is not filled yet",
     "3 * len(self._buffer)": "how fast a buffer grows is no promise",
     "5 * len(self._buffer)": "how fast a buffer grows is no promise",
