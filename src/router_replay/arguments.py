@@ -1,10 +1,10 @@
-"""Numbers that callers give, taken exactly or refused: no value is rounded, cut or wrapped around on the way in.
+"""Conversion of the caller's numbers, exact or refused: no value is rounded, truncated or wrapped around.
 
     exact_int(np.uint64(3), "start", StitchError)                  # 3, as Python's own unbounded integer
     exact_int(2.0, "start", StitchError)                           # StitchError: start must be an integer, got 2.0
     int64_array(np.array([2**64 - 1], np.uint64), "token_ids", StitchError)   # StitchError, with position and value
 
-NumPy's integers keep their width in arithmetic: `np.uint64(2) - 3` is 2**64 - 1. So none gets past this module.
+NumPy integers keep their width in arithmetic: `np.uint64(2) - 3` is 2**64 - 1. This module converts all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 
 from router_replay.errors import RouterReplayError
 
-LARGEST = (1 << 63) - 1  # what int64 holds: arrays, files and other processes count with it
+LARGEST = (1 << 63) - 1  # the largest int64, the type that arrays, files and other processes use
 
 
 def exact_int(value: Any, name: str, error: type[RouterReplayError], least: int = 0, most: int = LARGEST) -> int:
-    """An integer of any type (Python's, NumPy's, torch's) as a Python int; a bool or a float is refused."""
+    """Convert an integer of any type (Python, NumPy, torch) to a Python int.
+
+    Raises `error`, with `name` in the message, for a bool, a float, or a value outside [least, most].
+    """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -34,7 +37,7 @@ def exact_int(value: Any, name: str, error: type[RouterReplayError], least: int 
 
 
 def as_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarray:
-    """What NumPy makes of `values`; lists of unequal lengths are refused with our error."""
+    """Convert `values` to a NumPy array; raises `error` for lists of unequal lengths."""
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as problem:
@@ -42,7 +45,7 @@ def as_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarr
 
 
 def int64_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarray:
-    """A flat array of integers as int64. Not a copy where it is one already."""
+    """Convert a flat array of integers to int64. An array that is already int64 is not copied."""
     array = as_array(values, name, error)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
         raise error(f"{name} must be a flat sequence of integers, got {array.dtype} {list(array.shape)}")
@@ -53,7 +56,7 @@ def int64_array(values: Any, name: str, error: type[RouterReplayError]) -> np.nd
 
 
 def float32_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarray:
-    """Numbers as float32. What becomes infinite on the way stays visible as such; check with `refuse_not_finite`."""
+    """Convert numbers to float32. A value that overflows becomes infinite; check with `refuse_not_finite`."""
     array = as_array(values, name, error)
     if array.size and array.dtype.kind not in "fui":
         raise error(f"{name} must be numbers, got {array.dtype} {list(array.shape)}")
@@ -64,7 +67,7 @@ def float32_array(values: Any, name: str, error: type[RouterReplayError]) -> np.
 def refuse_not_finite(
     array: np.ndarray, name: str, error: type[RouterReplayError], where: np.ndarray | None = None
 ) -> None:
-    """Raise for the first NaN or infinity, among the entries of the mask `where`."""
+    """Raise `error` for the first NaN or infinity; the mask `where`, if given, selects the entries to check."""
     bad = ~np.isfinite(array) if where is None else where & ~np.isfinite(array)
     if bad.any():
         position = int(bad.argmax())

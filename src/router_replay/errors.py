@@ -1,6 +1,6 @@
-"""Every error this package raises on purpose, under one root.
+"""The errors that this package raises on purpose, all derived from RouterReplayError.
 
-Each message says what was expected, what came, where (layer, row, sample, field), and what to do.
+Each message says what was expected, what was found, where (layer, row, sample, field), and what to do.
 Errors about input are also ValueError, so `except ValueError` in a user's code keeps working.
 """
 
@@ -8,54 +8,54 @@ from collections.abc import Sequence
 
 
 class RouterReplayError(Exception):
-    """Root of all errors of Router Replay."""
+    """The base class of all errors of Router Replay."""
 
 
 class SpecError(RouterReplayError, ValueError):
-    """A RouterSpec that cannot be: bad numbers, or a config whose routers are not described."""
+    """A RouterSpec is invalid: its numbers are wrong, or the config does not describe its routers."""
 
 
 class RoutesError(RouterReplayError, ValueError):
-    """Rows that no router could have produced: wrong shape, dtype, range, or a repeated expert."""
+    """Rows cannot come from a router: the shape, dtype or range is wrong, or an expert is repeated."""
 
 
 class WireError(RouterReplayError, ValueError):
-    """Bytes that are not the routes they claim to be."""
+    """A blob of encoded routes is invalid or damaged, or belongs to other tokens."""
 
 
 class StitchError(RouterReplayError, ValueError):
-    """An engine response that does not fit the trajectory so far."""
+    """An engine response does not fit the trajectory so far."""
 
 
 class BatchError(RouterReplayError, ValueError):
-    """Samples that cannot be packed, or a batch that cannot be sharded as asked."""
+    """Samples cannot be packed, or a batch cannot be sharded as requested."""
 
 
 class ReplayError(RouterReplayError, ValueError):
-    """Routes that do not fit the model, or a forward pass that did not use them."""
+    """Routes do not fit the model, or a forward pass did not use them."""
 
 
 class MeasureError(RouterReplayError, ValueError):
-    """Numbers that cannot be compared: other shapes, nothing to measure, or values that are not finite."""
+    """Numbers cannot be compared: shapes differ, there is nothing to measure, or values are not finite."""
 
 
 class EngineError(RouterReplayError):
-    """A rollout engine that cannot do what was asked, or did not answer."""
+    """A rollout engine cannot do what was requested, or did not answer."""
 
 
 class ConfigError(RouterReplayError, ValueError):
-    """A setting that is unknown, of the wrong kind, or that cannot go with another one."""
+    """A setting is unknown, has the wrong type, or conflicts with another one."""
 
 
 class TrainError(RouterReplayError):
-    """A training run that cannot go on; what it had is saved where the message says."""
+    """A training run cannot continue; the message says where its state was saved."""
 
 
 class RewardError(TrainError):
-    """An environment or a reward function that raised, or gave something that is not a number."""
+    """An environment or a reward function raised, or returned something that is not a number."""
 
 
 def shorten(items: Sequence[object], most: int = 5) -> str:
-    """The first of many names or numbers, for a message: `a, b, c, d, e, ... 48 in all`."""
+    """Format the first `most` items and the total for an error message: `a, b, c, d, e, ... 48 in all`."""
     shown = ", ".join(str(item) for item in items[:most])
     return f"{shown}, ... {len(items)} in all" if len(items) > most else shown

@@ -1,4 +1,4 @@
-"""How the numbers of a run are written, alike in the terminal, in the table and in the charts.
+"""Formatting of a run's numbers, the same in the terminal, the table and the charts.
 
 number(0.00190, "small")   # "1.90e-3"
 number(0.883, "share")     # "88.3 %"
@@ -15,7 +15,7 @@ ABSENT = "–"
 
 
 def number(value: float | None, kind: Kind) -> str:
-    """For people: as many digits as can be compared at a glance."""
+    """Format a number for people, with as many digits as can be compared at a glance."""
     if value is None or not math.isfinite(value):
         return ABSENT
     match kind:
@@ -37,7 +37,7 @@ def number(value: float | None, kind: Kind) -> str:
 
 
 def scientific(value: float, digits: int) -> str:
-    """1.90e-3: without the sign and the zeros that Python pads the exponent with."""
+    """Format as 1.90e-3, without the plus sign and the zero padding that Python writes in the exponent."""
     if not value:
         return "0"
     mantissa, exponent = f"{value:.{digits}e}".split("e")
@@ -45,7 +45,7 @@ def scientific(value: float, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03 or 2:03, for times still to wait."""
+    """Format a remaining time as 1:02:03 or 2:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -56,6 +56,6 @@ def _percent(percent: float) -> str:
         return "0"
     if abs(percent) < 1:
         return f"{percent:.2g}"
-    if 99.95 <= percent < 100:  # "100.0" would say that no token differed
+    if 99.95 <= percent < 100:  # "100.0" would claim that no token differed
         return f"{min(percent, 99.999):.3f}"
     return f"{percent:.1f}" if abs(percent) < 1e6 else scientific(percent, 2)

@@ -1,4 +1,4 @@
-"""Routes: which experts each token used, row by row, with what is known about each row.
+"""Routes: the experts that each token used, one row per token, with the capture state and version of each row.
 
 Two tokens through a model whose routed layers are 1 and 3, with 2 of 8 experts:
 
@@ -38,18 +38,22 @@ from router_replay.spec import RouterSpec
 
 
 def row_count(prompt_tokens: int, completion_tokens: int, start: int = 0) -> int:
-    """How many rows an answer has from position `start` on: the last token was never forwarded and has none."""
+    """Return the number of rows of an answer from position `start` on.
+
+    The last token was never forwarded, so it has no row.
+    """
     return prompt_tokens + completion_tokens - 1 - start
 
 
 class Routes:
-    """The experts of T tokens in every routed layer: `ids` [T, L, K] in `spec.dtype`, read-only.
+    """Holds the expert ids of T tokens in every routed layer.
 
-    `captured[i]` says whether row i is known; where it is not, what `ids[i]` holds has no meaning.
-    `versions[i]` is the policy version whose weights routed row i.
+    `ids` [T, L, K] are in `spec.dtype` and read-only. `captured[i]` says whether row i is known; where it is not,
+    the content of `ids[i]` has no meaning. `versions[i]` is the policy version whose weights routed row i.
 
-    Rows are checked once, here, where they enter; what is made from a Routes is not checked again. An array that
-    somebody else could still write to is copied first, so that what was checked does not change.
+    The constructor checks every captured row and raises RoutesError for a bad one. A Routes that is derived from
+    another is not checked again. An array that other code could still write to is copied before the check, so that
+    checked rows cannot change.
     """
 
     __slots__ = ("_captured", "_ids", "_spec", "_versions")
@@ -64,7 +68,10 @@ class Routes:
         self._check_in(ids, spec, captured, versions, owned=False)
 
     def _check_in(self, ids: ArrayLike, spec: RouterSpec, captured: Any, versions: Any, owned: bool) -> None:
-        """`owned` says that the caller made the array for this Routes and keeps no other way to write to it."""
+        """Check the arguments and store them.
+
+        `owned` says that the caller made the array for this Routes and keeps no other way to write to it.
+        """
         ids_TLK = as_integers(ids, "ids")
         if ids_TLK.ndim != 3 or ids_TLK.shape[1:] != spec.row_shape:
             raise RoutesError(
@@ -81,11 +88,11 @@ class Routes:
 
     @classmethod
     def trusted(cls, ids: np.ndarray, spec: RouterSpec, captured: Runs, versions: Runs | None) -> Routes:
-        """Routes without a check: for rows that were checked where they entered, such as a part of another Routes.
+        """Make a Routes without checking it, for rows that were checked before, such as a part of another Routes.
 
-        `ids` [T, L, K] is in the spec's dtype and shape, and nobody else writes to it; every captured row holds
-        top_k different experts below num_experts. `captured` and `versions` are runs over the T rows. Whoever
-        cannot vouch for all of this calls Routes(...).
+        The caller guarantees the following; use Routes(...) where any of it is uncertain. `ids` [T, L, K] has the
+        spec's dtype and shape, and no other code writes to it. Every captured row holds top_k different experts
+        below num_experts. `captured` and `versions` are runs over the T rows.
         """
         self = object.__new__(cls)
         self._ids = read_only(ids)
@@ -96,18 +103,18 @@ class Routes:
 
     @classmethod
     def missing(cls, rows: int, spec: RouterSpec) -> Routes:
-        """`rows` rows of which nothing is known: padding, or what an engine did not return."""
+        """Make `rows` uncaptured rows, for padding or for rows that an engine did not return."""
         rows = exact_int(rows, "rows", RoutesError)
         ids = np.zeros((rows, *spec.row_shape), spec.dtype)
         return cls.trusted(ids, spec, Runs.constant(False, rows), None)
 
     @classmethod
     def from_engine(cls, array: ArrayLike, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
-        """Take the routed layers out of an engine's array over ALL decoder layers, [T, all layers, K].
+        """Make a Routes from an engine's array over ALL decoder layers, [T, all layers, K].
 
         A routed layer that is zero in every row was never captured: the engine's hook did not run there. With
-        top_k 2 or more such a row repeats expert 0, and is refused. With top_k 1 a row of expert 0 can be real, so
-        the layer is refused where there are 64 rows or more; `allow_zero_layers=True` takes these too.
+        top_k 2 or more, such a row repeats expert 0 and raises RoutesError. With top_k 1, a row of expert 0 can be
+        real, so the layer is refused only if there are 64 rows or more; `allow_zero_layers=True` accepts it.
         """
         return cls._from_engine(array, spec, allow_zero_layers)
 
@@ -120,7 +127,7 @@ class Routes:
         captured: np.ndarray | None = None,
         owned: bool = False,
     ) -> Routes:
-        """Rows that are not `captured` hold zeros."""
+        """Do the work of `from_engine`; rows that are not `captured` must hold zeros."""
         array_TAK = as_integers(array, "the engine's array")
         width = spec.num_layers
         if len(set(spec.layers)) != len(spec.layers):
@@ -141,7 +148,7 @@ class Routes:
                 "an array over the routed layers alone goes to Routes(ids, spec)"
             )
         every_layer = spec.layers == tuple(range(array_TAK.shape[1]))
-        ids_TLK = array_TAK if every_layer else array_TAK[:, list(spec.layers)]  # the latter is a copy
+        ids_TLK = array_TAK if every_layer else array_TAK[:, list(spec.layers)]  # list indexing makes a copy
         self = object.__new__(cls)
         known = len(ids_TLK) if captured is None else int(captured.sum())
         refused_from = 2 if spec.top_k > 1 else NEVER_CAPTURED
@@ -155,7 +162,7 @@ class Routes:
 
     @staticmethod
     def concat(parts: Sequence[Routes]) -> Routes:
-        """One Routes of all the rows, in order. One part is returned as it is."""
+        """Concatenate the rows of all parts, in order. A single part is returned unchanged."""
         if not parts:
             raise RoutesError("Routes.concat needs at least one part; Routes.missing(0, spec) is an empty Routes")
         first = parts[0]
@@ -174,11 +181,11 @@ class Routes:
     def join_prefill_decode(
         prefill: Routes, decode: Routes, *, prompt_length: int | None = None, decode_start: int | None = None
     ) -> Routes:
-        """Prompt rows from the prefill worker, the rest from the decode worker.
+        """Join the prompt rows of a prefill worker and the remaining rows of a decode worker.
 
-        `decode_start` is the position of decode's first row; the rows follow the prompt unless it
-        says otherwise. Rows of the prompt that the decode worker also returns must be uncaptured
-        there (its KV came over the wire, it never routed them).
+        `decode_start` is the position of decode's first row; by default decode's rows follow the prompt.
+        Prompt rows that the decode worker also returns must be uncaptured there: it received their KV
+        over the network and never routed them.
         """
         if prefill.spec != decode.spec:
             raise RoutesError(f"prefill and decode are of two models: {prefill.spec} and {decode.spec}")
@@ -227,7 +234,7 @@ class Routes:
 
     @property
     def version_runs(self) -> Runs | None:
-        """None where nobody said which weights routed the rows."""
+        """The policy versions as runs; None if no versions were given."""
         return self._versions
 
     @property
@@ -240,7 +247,7 @@ class Routes:
 
     @property
     def first_missing(self) -> int:
-        """The first row that is not captured; len(self) where all are."""
+        """The index of the first row that is not captured; len(self) if all are captured."""
         return len(self) if self.all_captured else self._captured.spans(False)[0][0]
 
     @property
@@ -261,7 +268,7 @@ class Routes:
         return Routes.trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
 
     def take(self, index: ArrayLike) -> Routes:
-        """Row index[i] becomes row i; -1 makes an uncaptured row."""
+        """Return a Routes whose row i is row index[i] of this one; an index of -1 makes an uncaptured row."""
         index = int64_array(index, "row numbers", RoutesError)
         if len(index) and (index.min() < -1 or index.max() >= len(self)):
             raise RoutesError(f"row numbers must lie in [-1, {len(self)}), got {index.min()} to {index.max()}")
@@ -275,18 +282,18 @@ class Routes:
         return Routes.trusted(ids, self._spec, Runs.of(captured), versions)
 
     def select_layers(self, layers: Sequence[int]) -> Routes:
-        """The columns of some layers (absolute ids): what a pipeline stage needs."""
+        """Return a Routes with only the columns of `layers` (absolute ids), such as those of a pipeline stage."""
         spec = self._spec.select(layers)
         columns = [column for column, layer in enumerate(self._spec.layers) if layer in set(spec.layers)]
         ids = np.ascontiguousarray(self._ids[:, columns])
         return Routes.trusted(ids, spec, self._captured, self._versions)
 
     def copy(self) -> Routes:
-        """The same rows in memory of their own, so that a slice does not keep its whole alive."""
+        """Copy the rows into new memory, so that a slice does not keep the whole array alive."""
         return Routes.trusted(self._ids.copy(), self._spec, self._captured, self._versions)
 
     def sorted(self) -> Routes:
-        """The same sets in ascending slots, so that equal sets are equal bytes; as it is where order has a meaning."""
+        """Sort the slots of each set, so that equal sets have equal bytes; returns self if the spec is ordered."""
         if self._spec.ordered:
             return self
         return Routes.trusted(kernel.sort_sets(self._ids), self._spec, self._captured, self._versions)
@@ -298,14 +305,14 @@ class Routes:
     # -- comparing ------------------------------------------------------------------------------
 
     def same_sets(self, other: Routes) -> bool:
-        """Do both hold the same captured rows with the same experts, whatever the slot order?"""
+        """Return whether both have the same captured rows with the same experts, in any slot order."""
         if self._spec != other._spec or len(self) != len(other) or self._captured != other._captured:
             return False
         mine, theirs = self._captured_ids(), other._captured_ids()
         return np.array_equal(mine, theirs) or np.array_equal(kernel.sort_sets(mine), kernel.sort_sets(theirs))
 
     def __eq__(self, other: object) -> bool:
-        """Exactly equal, slot order and versions included; what uncaptured rows hold does not count."""
+        """Compare exactly, including slot order and versions; the content of uncaptured rows is ignored."""
         if not isinstance(other, Routes):
             return NotImplemented
         return (
@@ -325,7 +332,7 @@ class Routes:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled and copied as rows that were checked: NumPy's own way would bring them back writable."""
+        """Pickle and copy the rows as checked ones; NumPy's own pickling would restore the arrays as writable."""
         return Routes.trusted, (self._ids, self._spec, self._captured, self._versions)
 
     def _captured_ids(self) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""What must be true of rows where they enter: shape of the masks, range of the ids, no expert twice in a row.
+"""Checks for rows that enter the package: mask shapes, the range of the ids, and no expert twice in a set.
 
-`routes.py` calls these once, when a Routes is made from somebody else's arrays; what is made from a Routes
-is not checked again. So that what was checked stays true, memory that somebody else can write to is copied.
+`routes.py` calls these once, when a Routes is made from the caller's arrays; a Routes that is derived from another
+is not checked again. Memory that other code can write to is copied first, so that checked rows cannot change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
 NEVER_CAPTURED = 64
-"""Rows in which a layer that does run has, as good as certainly, once chosen another expert than 0."""
+"""After this many rows, a layer that runs has almost certainly chosen an expert other than 0 at least once."""
 
 
 def as_integers(array: Any, name: str) -> np.ndarray:
@@ -53,13 +53,13 @@ def version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
 
 
 def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs, owned: bool) -> np.ndarray:
-    """`ids` in the spec's dtype, after the range and duplicate check of every captured row.
+    """Check the range and the duplicates of every captured row; return the ids in the spec's dtype.
 
-    They are a copy, made before the check, unless they are `owned` (made by the caller for this) or nobody can
-    write to them.
+    The ids are copied before the check, unless they are `owned` (made by the caller for this purpose) or no code
+    can write to them.
     """
     for start, end in captured.spans(True):
-        if ids_TLK.dtype != spec.dtype:  # the cast below must not wrap a value around
+        if ids_TLK.dtype != spec.dtype:  # check the range first: the cast below must not wrap a value around
             piece = ids_TLK[start:end]
             if int(piece.min()) < 0 or int(piece.max()) >= spec.num_experts:
                 _refuse(piece, spec, start)
@@ -77,7 +77,7 @@ def checked_ids(ids_TLK: np.ndarray, spec: RouterSpec, captured: Runs, owned: bo
 
 
 def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
-    """Raise for the first bad set of this piece. Slow and plain: it runs once, on the way out."""
+    """Raise RoutesError for the first bad set of this piece. It may be slow: it runs once, before the error."""
     for row, layer_sets in enumerate(ids_TLK.tolist()):
         for column, experts in enumerate(layer_sets):
             place = f"row {first_row + row}, layer {spec.layers[column]}: experts {experts}"
@@ -90,10 +90,10 @@ def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
 
 
 def zero_layers(ids_TLK: np.ndarray) -> list[int]:
-    """The columns that are zero in every row."""
+    """Return the layer columns that are zero in every row."""
     if not len(ids_TLK):
         return []
-    # The first row finds the suspects: a full pass over all rows would cost more than the check of the sets.
+    # The first row finds the candidates: a full pass over all rows would cost more than the check of the sets.
     suspects = np.flatnonzero(~ids_TLK[0].any(axis=-1))
     return [column for column in suspects.tolist() if not ids_TLK[:, column].any()]
 
@@ -107,10 +107,11 @@ def never_captured(spec: RouterSpec, columns: Sequence[int], rows: int, advice: 
 
 
 def is_immutable(holder: Any) -> bool:
-    """Can nobody write to this array or buffer? True where all that hold its memory, down to the owner, are read-only.
+    """Return whether no code can write to this array or buffer.
 
-    An array that owns its memory does not count: its owner can make it writable again. A read-only map of a file
-    counts: copying it would take away its use.
+    This is true if every object that holds its memory, down to the owner, is read-only. An array that owns its
+    memory does not count as immutable, because its owner can make it writable again. A read-only map of a file does
+    count: copying it would defeat its purpose.
     """
     while True:
         if isinstance(holder, np.ndarray) and not holder.flags.writeable:

@@ -1,4 +1,4 @@
-"""The files in the folder of a training run that both the trainer and the report use: their names and their format."""
+"""Names and formats of the files in a training run's folder that both the trainer and the report use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import msgspec
 from router_replay.errors import MeasureError
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object per step: the step's number, and numbers or null by their names."""
+"""The metrics file: one JSON object per step, with the step's number and named values (numbers or null)."""
 CONFIG_FILE = "config.json"
-"""The settings that the run was started with."""
-LAST_STEP = 1 << 53  # every JSON reader has exact whole numbers up to here
+"""The file with the settings that the run was started with."""
+LAST_STEP = 1 << 53  # every JSON reader represents integers up to here exactly
 
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The steps of a run's metrics.jsonl, in order. A last line without its end was torn by a kill: left out."""
+    """Read the steps of a run's metrics.jsonl, in order.
+
+    A last line without a line end was cut off when the run was killed; it is left out.
+    """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise MeasureError(f"there is no {METRICS_FILE} in {folder}: give the `output` folder of a training run")
@@ -28,11 +31,11 @@ def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
-    """The values of a line; a number beyond what a float holds, such as 1e999, is None as NaN is."""
+    """Parse the values of a line; NaN and numbers that overflow a float, such as 1e999, become None."""
     where = f"{path}:{position}"
     try:
         values = msgspec.json.decode(line)
-    except (ValueError, RecursionError):  # NaN and 1e999, of a file that others wrote: Python's own reader is slower
+    except (ValueError, RecursionError):  # NaN or 1e999 in a file of another writer: needs Python's slower reader
         values = _by_the_slow_reader(line, where)
     step = values.get("step") if isinstance(values, dict) else None
     if type(step) is not int or abs(step) > LAST_STEP:

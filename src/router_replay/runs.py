@@ -1,8 +1,8 @@
-"""Run-length arrays: a trajectory has few policy versions and few holes, so a row need not pay for them.
+"""Run-length arrays for per-row values: a trajectory has few policy versions and few holes.
 
     Runs.of(np.array([7, 7, 7, 9]))   ->   values (7, 9), ends (3, 4)
 
-Plain tuples, not arrays: with a handful of runs every NumPy call would cost more than the work.
+The runs are plain tuples, not arrays: with so few of them, a NumPy call would cost more than the work itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 class Runs:
     """An immutable 1-D array of integers or booleans, stored as runs of equal values.
 
-    `ends[i]` is one past the last element of run i. Canonical: no empty run, no two equal neighbours.
+    `ends[i]` is one past the last element of run i. The form is canonical: no run is empty, and neighbouring runs
+    have different values.
     """
 
     __slots__ = ("ends", "values")
@@ -55,7 +56,7 @@ class Runs:
         return self.ends[-1] if self.ends else 0
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """(start, end, value) of each run."""
+        """Yield (start, end, value) for each run."""
         return zip((0, *self.ends), self.ends, self.values, strict=False)
 
     def __eq__(self, other: object) -> bool:
@@ -76,5 +77,5 @@ class Runs:
         return np.repeat(np.array(self.values), np.diff(self.ends, prepend=0)) if self.values else np.zeros(0, np.int64)
 
     def spans(self, value: int) -> list[tuple[int, int]]:
-        """Where the array equals `value`, as (start, end) pairs."""
+        """Return the (start, end) pairs of the runs that equal `value`."""
         return [(start, end) for start, end, found in self if found == value]

@@ -1,4 +1,4 @@
-"""RouterSpec: what a row of routes means for one model."""
+"""RouterSpec: the number of experts, the top_k and the routed layers of one model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MAX_EXPERTS = 1 << 16  # ids are stored in at most two bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How many experts, how many are chosen, and in which decoder layers.
+    """Describes the routers of a model: the number of experts, how many are chosen, and the routed layers.
 
     A model of four decoder layers whose first is dense, with 8 experts of which 2 are used:
 
         RouterSpec(num_experts=8, top_k=2, layers=(1, 2, 3))
 
-    `layers` are absolute decoder layer ids, ascending. An id stands twice where a layer holds two
+    `layers` are absolute decoder layer ids, ascending. An id appears twice if a layer holds two
     routers. `ordered` says that the order of the slots in a row has a meaning (phimoe, nllb_moe).
-    `num_layers`, where known, is the number of decoder layers, dense ones included; it says how wide
-    an engine's array over all layers is, and takes no part in equality.
+    `num_layers`, where known, is the number of decoder layers, dense ones included; it gives the width of
+    an engine's array over all layers and is ignored by equality. Invalid values raise SpecError.
     """
 
     num_experts: int
@@ -53,14 +53,14 @@ class RouterSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> RouterSpec:
-        """Read a transformers config (object or dict). No torch, no modelling code is imported."""
+        """Make the spec from a transformers config (object or dict). This imports neither torch nor model code."""
         from router_replay.families.from_config import spec_from_config
 
         return spec_from_config(config)
 
     @property
     def dtype(self) -> np.dtype:
-        """The one dtype of this model's ids; chosen from the number of experts, never from values."""
+        """The dtype of this model's ids; it depends on the number of experts, never on the values."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -69,16 +69,16 @@ class RouterSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in memory: 384 for 48 layers of 8 of 128."""
+        """The bytes of one row in memory: 384 for 48 layers with 8 of 128 experts."""
         return len(self.layers) * self.top_k * self.dtype.itemsize
 
     @property
     def engine_layers(self) -> int:
-        """How many layer columns an array over all decoder layers has, as far as is known."""
+        """The number of layer columns of an array over all decoder layers, as far as it is known."""
         return self.num_layers if self.num_layers is not None else self.layers[-1] + 1
 
     def select(self, layers: Iterable[int]) -> RouterSpec:
-        """The spec of some of these layers, such as a pipeline stage's."""
+        """Return the spec of a subset of these layers, such as those of a pipeline stage."""
         wanted = _layer_ids(tuple(layers))
         missing = sorted(set(wanted) - set(self.layers))
         if missing:

@@ -1,7 +1,7 @@
-"""The loops over single sets of experts: compiled where the extension is there, NumPy elsewhere.
+"""The loops over single sets of experts: compiled if the extension is installed, in NumPy otherwise.
 
-Both give the same answers and the same bytes. A set is one row of a [N, K] array of ids. `COMPILED` says which is in
-use; ROUTER_REPLAY_NO_KERNEL=1 in the environment asks for NumPy.
+Both implementations return the same values and the same bytes. A set is one row of an [N, K] array of ids. `COMPILED`
+says which implementation is in use; ROUTER_REPLAY_NO_KERNEL=1 in the environment selects NumPy.
 
     encode_sets(np.array([[5, 0], [2, 7]], np.uint8), 8)   ->   ea 02: the ranks 10 and 23, 5 bits each
 """
@@ -23,13 +23,13 @@ from router_replay.kernel.in_numpy import TABLE_BITS, least_rank_bits, rank_bits
 __all__ = ["COMPILED", "BadRank", "decode_sets", "encode_sets", "first_bad_set", "hash_and_check", "least_rank_bits"]
 __all__ += ["rank_bits", "simd_level", "sort_sets", "unranking_steps"]
 
-SHORT_HASH = 240  # XXH3 has other rules for input up to this length; the compiled kernel knows those for longer input
-WIDE_STEP = 16  # what one step with a long integer costs, in steps through the tables
-WIDE_BITS = 512  # and once more for each so many bits
+SHORT_HASH = 240  # XXH3 uses another algorithm up to this length; the compiled kernel has only the one for longer input
+WIDE_STEP = 16  # the cost of one step with a long integer, in table steps
+WIDE_BITS = 512  # the cost grows by one more WIDE_STEP for each of these many bits
 
 
 def _load() -> Any:
-    """The compiled kernel; None where the package was installed without a compiler, or NumPy is asked for."""
+    """Import the compiled kernel; None if the package was installed without a compiler or NumPy is requested."""
     if os.environ.get("ROUTER_REPLAY_NO_KERNEL") == "1":
         return None
     try:
@@ -43,33 +43,36 @@ COMPILED: bool = _compiled is not None
 
 
 class BadRank(ValueError):
-    """A rank that stands for no set; `number` says which."""
+    """A rank does not encode any set; `number` is the index of the set."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """An exception is unpickled from its `args`, which hold the message alone."""
+        """Pickle both arguments: an exception is restored from its `args`, which hold only the message."""
         return type(self), (self.number, str(self))
 
 
 def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
-    """The number of the first set with an id out of range or a repeated one; -1 where all are good."""
+    """Return the index of the first set with an id out of range or a repeated id; -1 if all are good."""
     if _compiled is None or not _is_narrow(ids_NK):
         return in_numpy.first_bad_set(ids_NK, num_experts)
     return _compiled.check(np.ascontiguousarray(ids_NK), ids_NK.itemsize, ids_NK.shape[1], num_experts)
 
 
 def hash_and_check(data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype) -> tuple[int, int]:
-    """The XXH3-64 of `data`, and the first bad set of the ids that begin at `offset`, or -1, in one pass."""
+    """Hash and check `data` in one pass.
+
+    Returns the XXH3-64 of `data`, and the index of the first bad set among the ids that begin at `offset`, or -1.
+    """
     if _compiled is None or len(data) <= SHORT_HASH or not dtype.isnative:
         return in_numpy.hash_and_check(data, offset, k, num_experts, dtype)
     return _compiled.hash_check(data, offset, dtype.itemsize, k, num_experts)
 
 
 def sort_sets(ids: np.ndarray) -> np.ndarray:
-    """Each set in ascending order: how two sets are compared."""
+    """Sort each set in ascending order, so that two sets can be compared."""
     if _compiled is None or not _is_narrow(ids):
         return in_numpy.sort_sets(ids)
     ordered = np.array(ids, order="C")
@@ -78,7 +81,7 @@ def sort_sets(ids: np.ndarray) -> np.ndarray:
 
 
 def encode_sets(ids_NK: np.ndarray, num_experts: int, threads: int = 1) -> np.ndarray:
-    """The ranks of all sets as one little-endian bit stream; the last byte is filled up with zeros."""
+    """Pack the ranks of all sets into one little-endian bit stream; the last byte is padded with zeros."""
     count, k = ids_NK.shape
     width = rank_bits(num_experts, k)
     out = np.empty(_packed_size(count, width), np.uint8)
@@ -93,7 +96,7 @@ def encode_sets(ids_NK: np.ndarray, num_experts: int, threads: int = 1) -> np.nd
 
 
 def decode_sets(buffer: Any, count: int, k: int, num_experts: int, dtype: np.dtype, threads: int = 1) -> np.ndarray:
-    """The sets [count, k] behind a bit stream, each ascending. ValueError where the bytes are no such stream."""
+    """Unpack a bit stream into its sets [count, k], each ascending. Raises ValueError if the bytes are invalid."""
     payload = np.frombuffer(buffer, np.uint8)
     width = rank_bits(num_experts, k)
     if len(payload) != _packed_size(count, width):
@@ -113,9 +116,9 @@ def decode_sets(buffer: Any, count: int, k: int, num_experts: int, dtype: np.dty
 
 
 def unranking_steps(count: int, k: int, num_experts: int) -> int:
-    """What `decode_sets` costs: a step is one slot of one set, about 5 ns in C and 20 ns in NumPy.
+    """Return the cost of `decode_sets` in steps: a step is one slot of one set, about 5 ns in C and 20 ns in NumPy.
 
-    A rank too wide for the tables walks over all experts instead of its slots, with integers of its width.
+    A rank that is too wide for the tables takes a step per expert instead of per slot, with integers of its width.
     """
     if not count:
         return 0
@@ -126,7 +129,7 @@ def unranking_steps(count: int, k: int, num_experts: int) -> int:
 
 
 def simd_level(most: int) -> int:
-    """Let the compiled kernel use at most AVX-512 (2), AVX2 (1) or neither (0); the level in use. For tests."""
+    """Limit the compiled kernel to AVX-512 (2), AVX2 (1) or neither (0); returns the level in use. For tests."""
     return _compiled.simd(most)
 
 
@@ -146,12 +149,12 @@ def _decode(payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _tables(num_experts: int, k: int) -> Any:
-    """The compiled kernel's tables for one model, made at first use in about a millisecond; None for wide ranks."""
+    """Return the compiled kernel's tables for one model, built at first use in about 1 ms; None for wide ranks."""
     return _compiled.plan(num_experts, k) if rank_bits(num_experts, k) <= TABLE_BITS else None
 
 
 def _is_narrow(ids: np.ndarray) -> bool:
-    """Does the compiled kernel know this array? It reads one or two bytes per id, in the machine's byte order."""
+    """Return whether the compiled kernel can read this array: one or two bytes per id, in native byte order."""
     return ids.size > 0 and ids.dtype in (np.uint8, np.uint16) and ids.dtype.isnative
 
 
@@ -164,9 +167,9 @@ def _bytes_of(start: int, stop: int, width: int) -> slice:
 
 
 def _in_threads(work: Callable[[int, int], int], count: int, threads: int) -> int:
-    """Call work(start, stop) over all sets; the first bad set it names, or -1.
+    """Call work(start, stop) over all sets, in threads; returns the first bad set that it reports, or -1.
 
-    Pieces are multiples of 64 sets, so that their bits meet on byte borders.
+    Pieces are multiples of 64 sets, so that their bit streams meet on byte boundaries.
     """
     piece = -(-count // (64 * max(threads, 1))) * 64
     if threads <= 1 or count <= 64 * threads:

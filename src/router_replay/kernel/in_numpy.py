@@ -1,7 +1,7 @@
-"""The kernel without a compiler: the same functions and bytes as _compiled.c, by NumPy and Python integers.
+"""The kernel without a compiler: the same functions and bytes as _compiled.c, with NumPy and Python integers.
 
-Ranks up to 128 bits go through tables of two 64-bit halves, so the loops are over slots and not
-over sets. Wider ranks (none of today's models) are walked with exact Python integers, set by set.
+Ranks of up to 128 bits use tables of two 64-bit halves, so the loops run over slots and not
+over sets. Wider ranks (no current model has them) are computed with exact Python integers, set by set.
 
 Shapes: N sets, K slots. Table columns are d = c - i, as in _compiled.c.
 """
@@ -15,24 +15,24 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-TABLE_BITS = 128  # ranks up to this width go through tables
-CACHED_BYTES = 1 << 19  # a piece that stays in the cache between the check and the hash
-CHUNK = 1 << 14  # sets at a time: keeps the unpacked bits of a chunk in cache
+TABLE_BITS = 128  # ranks up to this width use tables
+CACHED_BYTES = 1 << 19  # the size of a piece that stays in the cache between the check and the hash
+CHUNK = 1 << 14  # sets processed at a time: keeps the unpacked bits of a chunk in the cache
 
 
 @functools.lru_cache(maxsize=64)
 def set_count(num_experts: int, k: int) -> int:
-    """How many sets there are: C(num_experts, k)."""
+    """Return the number of possible sets: C(num_experts, k)."""
     return math.comb(num_experts, k)
 
 
 def rank_bits(num_experts: int, k: int) -> int:
-    """Bits that every rank fits: ceil(log2 C(num_experts, k)), and 0 where there is only one set."""
+    """Return the bits of a rank: ceil(log2 C(num_experts, k)), which is 0 if there is only one set."""
     return (set_count(num_experts, k) - 1).bit_length()
 
 
 def least_rank_bits(num_experts: int, k: int) -> int:
-    """A lower bound of `rank_bits`, at least half of it, without computing C(num_experts, k).
+    """Return a lower bound of `rank_bits`, at least half of it, without computing C(num_experts, k).
 
     C(E, m) >= (E / m)^m, and C(E, k) = C(E, E - k).
     """
@@ -49,7 +49,7 @@ def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
 
 
 def hash_and_check(data: memoryview, offset: int, k: int, num_experts: int, dtype: np.dtype) -> tuple[int, int]:
-    """A piece is checked and then hashed while it is in the cache: two passes over the memory cost more than a copy."""
+    """Check and then hash each piece while it is in the cache: two passes over memory cost more than a copy."""
     ids_NK = np.frombuffer(data[offset:], dtype).reshape(-1, k)
     checksum = xxhash.xxh3_64(data[:offset])
     piece = max(CACHED_BYTES // (k * dtype.itemsize), 1)
@@ -68,7 +68,7 @@ def sort_sets(ids: np.ndarray) -> np.ndarray:
 
 
 def encode(ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
-    """Fill `out` with the packed ranks. The number of the first bad set, or -1."""
+    """Fill `out` with the packed ranks; returns the index of the first bad set, or -1."""
     bad = first_bad_set(ids_NK, num_experts)
     if bad >= 0:
         return bad
@@ -85,7 +85,7 @@ def encode(ids_NK: np.ndarray, num_experts: int, out: np.ndarray) -> int:
 
 
 def decode(payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
-    """Fill `out_NK` with the sets, each ascending. The number of the first rank that is too great, or -1."""
+    """Fill `out_NK` with the sets, each ascending; returns the index of the first rank that is too large, or -1."""
     count, k = out_NK.shape
     width = rank_bits(num_experts, k)
     if not width:
@@ -104,31 +104,31 @@ def decode(payload: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int:
 
 
 def _chunks(count: int, width: int) -> Iterator[tuple[int, int, slice]]:
-    """(first set, last set, their bytes): whole bytes, since CHUNK is a multiple of 8."""
+    """Yield (start, stop, byte slice) of each chunk; chunks are whole bytes, since CHUNK is a multiple of 8."""
     for start in range(0, count, CHUNK):
         stop = min(count, start + CHUNK)
         yield start, stop, slice(start * width // 8, (stop * width + 7) // 8)
 
 
-# -- up to 128 bits: tables -------------------------------------------------------------------------
+# -- ranks of up to 128 bits: tables ----------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
 def _tables(num_experts: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """C(d + i, i + 1) as low and high halves [K, E - K + 2]: each row is the running sum of the one above."""
+    """Return C(d + i, i + 1) as low and high halves [K, E - K + 2]; each row is the running sum of the one above."""
     columns = num_experts - k + 2
     low, high = np.zeros((2, k, columns), np.uint64)
     low[0] = np.arange(columns)
     for i in range(1, k):
         np.cumsum(low[i - 1], out=low[i])
-        wrapped = low[i, 1:] < low[i, :-1]  # a running sum that went down has overflowed by one
+        wrapped = low[i, 1:] < low[i, :-1]  # a running sum that decreased has overflowed by one
         high[i] = np.cumsum(high[i - 1])
         high[i, 1:] += np.cumsum(wrapped, dtype=np.uint64)
     return low, high
 
 
 def _rank(sorted_NK: np.ndarray, num_experts: int) -> np.ndarray:
-    """The ranks as 16 little-endian bytes each."""
+    """Return the ranks as 16 little-endian bytes each."""
     count, k = sorted_NK.shape
     low_table, high_table = _tables(num_experts, k)
     rank = np.zeros((count, 2), "<u8")
@@ -162,7 +162,7 @@ def _unrank(rank_bytes: np.ndarray, num_experts: int, out_NK: np.ndarray) -> int
 
 
 def _search_wide(low: np.ndarray, high: np.ndarray, low_row: np.ndarray, high_row: np.ndarray) -> np.ndarray:
-    """The last column whose entry is <= the rank, by halving: NumPy has no 128-bit searchsorted."""
+    """Return the last column whose entry is <= the rank, by bisection: NumPy has no 128-bit searchsorted."""
     column = np.zeros(len(low), np.intp)
     step = 1 << (len(low_row) - 1).bit_length()
     while step := step // 2:
@@ -175,7 +175,7 @@ def _reaches(low: np.ndarray, high: np.ndarray, low_bound: np.ndarray, high_boun
     return (high > high_bound) | ((high == high_bound) & (low >= low_bound))
 
 
-# -- wider: Python integers -------------------------------------------------------------------------
+# -- wider ranks: Python integers -------------------------------------------------------------------
 
 
 def _rank_wide(sorted_NK: np.ndarray, num_experts: int, width: int) -> np.ndarray:
