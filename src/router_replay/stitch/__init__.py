@@ -1,4 +1,4 @@
-"""Turns, resumes and branches of one rollout, stitched into one sequence of tokens and rows."""
+"""Joins the turns, resumes and branches of one rollout into one sequence of tokens and rows."""
 
 from router_replay.stitch.trajectory import Trajectory as Trajectory
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class GrowingArray:
-    """`extend` copies the new elements in; `view` is a read-only look at all of them, without a copy."""
+    """A growable array: `extend` copies new elements in; `view` returns all of them read-only, without a copy."""
 
     __slots__ = ("_buffer", "_length")
 
@@ -28,7 +28,7 @@ class GrowingArray:
             self._length += len(part)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` elements, in new memory: a view taken before still shows all of them."""
+        """Keep the first `length` elements, in new memory: a view taken earlier still shows all of them."""
         self._buffer, self._length = self._buffer[:length].copy(), length
 
     @property

@@ -1,4 +1,4 @@
-"""The rows of a growing trajectory: appended without a copy, read as one array with one copy."""
+"""The rows of a growing trajectory: appending copies nothing, and reading them as one array copies each row once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from router_replay.spec import RouterSpec
 
 
 class RowStore:
-    """Rows [0, len) of a trajectory, some of which may still be holes.
+    """Stores the rows [0, len) of a trajectory, some of which may still be holes.
 
-    New rows wait in `_pending` as the engine gave them. Reading moves them into one buffer: a row is
+    New rows wait in `_pending` as the engine returned them. Reading moves them into one buffer: a row is
     copied once if the rows are read at the end, and on average at most once more (when the buffer
     grows) if they are read after every turn.
     """
@@ -24,14 +24,14 @@ class RowStore:
         self._pending: list[Routes] = []
         self._length = 0
         self._captured_prefix = 0  # rows before the first hole
-        self.rows_copied = 0  # so that the promise of few copies can be checked
+        self.rows_copied = 0  # lets tests verify that rows are copied rarely
 
     def __len__(self) -> int:
         return self._length
 
     @property
     def first_missing(self) -> int:
-        """The first row that is not captured; len(self) where there is no hole."""
+        """The index of the first row that is not captured; len(self) if there is no hole."""
         return self._captured_prefix
 
     def append(self, rows: Routes) -> None:
@@ -42,7 +42,7 @@ class RowStore:
             self._length += len(rows)
 
     def fill(self, rows: Routes, start: int) -> None:
-        """Fill the holes among our rows from `rows`, whose first is row `start`. What we know stays."""
+        """Fill the holes of this store from `rows`, whose first is row `start`. Captured rows are kept."""
         end = start + len(rows)
         captured = Runs.concat([piece.captured_runs for piece in self._pieces()])
         holes = [(max(a, start), min(b, end)) for a, b in captured.spans(False) if a < end and b > start]
@@ -58,7 +58,7 @@ class RowStore:
         self._captured_prefix = patched._captured_prefix
 
     def view(self, rows: int) -> Routes:
-        """Rows [0, rows) as one Routes; those that nobody supplied yet are uncaptured."""
+        """Return rows [0, rows) as one Routes; rows that were not supplied yet are uncaptured."""
         if self._pending or rows > len(self._buffer):
             self._store_pending(rows)
         if rows <= self._length:
@@ -69,7 +69,7 @@ class RowStore:
         return Routes.trusted(self._buffer[:rows], self._spec, captured, versions)
 
     def share(self, stop: int) -> RowStore:
-        """A store that begins with our rows [0, stop), without copying them."""
+        """Return a store that begins with the rows [0, stop) of this one, without copying them."""
         other = RowStore(self._spec)
         for piece in self._pieces():
             other.append(piece[: max(0, stop - len(other))])
@@ -82,8 +82,8 @@ class RowStore:
         pieces, at = self._pieces(), len(self._stored)
         room = max(rows, self._length)
         if room > len(self._buffer):
-            # The first read takes just what is there. A store that is read again and again grows fourfold:
-            # few copies, and memory that was never written to costs nothing.
+            # The first read allocates just what is needed. A store that is read repeatedly grows fourfold:
+            # this makes few copies, and memory that was never written to costs nothing.
             buffer = np.empty((max(room, 4 * len(self._buffer)), *self._spec.row_shape), self._spec.dtype)
             buffer[:at] = self._stored.ids
             self._buffer = buffer

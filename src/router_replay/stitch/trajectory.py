@@ -1,6 +1,6 @@
-"""Trajectory: one engine response after another becomes one sequence of tokens, log-probs and rows.
+"""Trajectory: joins successive engine responses into one sequence of tokens, log-probs and rows.
 
-A prompt of three tokens, two sampled, then a tool's answer of one token and one more sampled:
+A prompt of three tokens with two sampled, then a tool's answer of one token with one more sampled:
 
     trajectory = Trajectory(spec)
     trajectory.append([5, 6, 7], [8, 9], [-0.1, -0.2], rows_0_to_3)          # 3 + 2 - 1 = 4 rows
@@ -9,7 +9,7 @@ A prompt of three tokens, two sampled, then a tool's answer of one token and one
     trajectory.loss_mask                                                     # 0 0 0 1 1 0 1
 
 Row i belongs to the token at position i as an input. The last sampled token was never forwarded: its
-row is the boundary row, missing until the next response supplies it.
+row is the boundary row, which is missing until the next response supplies it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from router_replay.stitch.rows import RowStore
 
 
 class RequestLike(Protocol):
-    """What `add` needs of a request; `engines.Request` is one."""
+    """The attributes of a request that `add` uses; `engines.Request` has them."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
 
 
 class CompletionLike(Protocol):
-    """What `add` needs of an answer; `engines.Completion` is one."""
+    """The attributes of an answer that `add` uses; `engines.Completion` has them."""
 
     @property
     def token_ids(self) -> np.ndarray: ...
@@ -49,7 +49,10 @@ class CompletionLike(Protocol):
 
 
 class Trajectory:
-    """The tokens of one rollout with what is known of each; grows by `add` or `append`, shrinks by `truncate`."""
+    """Holds the tokens of one rollout with their log-probs, loss mask and rows.
+
+    It grows by `add` or `append` and shrinks by `truncate`.
+    """
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
@@ -63,7 +66,7 @@ class Trajectory:
     ) -> Trajectory:
         """Add an engine's answer to a request; returns the trajectory that took it, as `append` does.
 
-        An answer without a token (an abort before the first) adds the prompt only.
+        An answer without tokens (aborted before the first one) adds the prompt only.
         """
         routes = completion.routes if len(completion.token_ids) else None
         return self.append(
@@ -90,14 +93,14 @@ class Trajectory:
     ) -> Trajectory:
         """Add one engine response; returns the trajectory that took it.
 
-        `routes` are the rows [start, prompt + completion - 1). They may be None where nothing was
-        generated (an abort before the first token). Rows that are already known are kept: the
+        `routes` are the rows [start, prompt + completion - 1). They may be None if nothing was
+        generated (an abort before the first token). Rows that are already known are kept, because the
         log-probs were sampled with them. `version` is the policy version of rows that do not carry
-        their own. `allow_gap` takes a response whose rows leave a hole; it stays uncaptured.
+        their own. `allow_gap` accepts a response whose rows leave a hole; the hole stays uncaptured.
 
-        The prompt must extend the tokens so far. Where it does not, StitchError names the first
+        The prompt must extend the tokens so far. If it does not, StitchError names the first
         difference; with `branch=True` the response goes to a new Trajectory that shares the rows of
-        the common prefix, whose loss mask is 0 there: those tokens are trained where they were sampled.
+        the common prefix. Its loss mask is 0 there: those tokens are trained where they were sampled.
         """
         prompt = int64_array(prompt_ids, "prompt_ids", StitchError)
         completion = int64_array(completion_ids, "completion_ids", StitchError)
@@ -120,11 +123,11 @@ class Trajectory:
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens with their log-probs, loss mask and rows; drop the rest.
 
-        For an answer that is cut after it was sampled, such as at a stop string or a limit on its length. `length`
+        Use it for an answer that is cut after it was sampled, such as at a stop string or a length limit. `length`
         is an integer in [0, len(self)]; anything else raises StitchError and changes nothing.
 
-        Rows that are kept stay captured, with their versions: a row depends on the tokens up to its own only. So the
-        row of the last token may be known here, where after `append` it is not; `next_start` is at most `length`, and
+        Kept rows stay captured, with their versions, because a row depends only on the tokens up to its own. So the
+        row of the last token may be known here, while after `append` it is not; `next_start` is at most `length`, and
         rows that a later response repeats are ignored as always. Branches of this trajectory, and arrays or routes
         that were read before, keep all their tokens.
         """
@@ -143,7 +146,7 @@ class Trajectory:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """The rollout's log-prob of each sampled token; 0.0 where loss_mask is False."""
+        """The rollout engine's log-prob of each sampled token; 0.0 where loss_mask is False."""
         return self._logprobs.view
 
     @property
@@ -153,18 +156,18 @@ class Trajectory:
 
     @property
     def routes(self) -> Routes:
-        """One row per token; rows that nobody has supplied yet, such as the last, are uncaptured."""
+        """One row per token; rows that were not supplied yet, such as the last, are uncaptured."""
         return self._rows.view(len(self._tokens))
 
     @property
     def next_start(self) -> int:
-        """How many rows the engine may leave out of its next response: all before the first unknown one."""
+        """The number of rows that the engine may leave out of its next response: all before the first unknown one."""
         return self._rows.first_missing
 
     def start_for(self, prompt_ids: ArrayLike) -> int:
-        """How many rows a response to this prompt may leave out: those known of the tokens that it repeats.
+        """Return how many rows a response to this prompt may leave out: the known rows of the tokens it repeats.
 
-        The row of the last prompt token is always asked for: engines return it in any case.
+        The row of the last prompt token is always requested: engines return it in any case.
         """
         prompt = int64_array(prompt_ids, "prompt_ids", StitchError)
         return max(0, min(self.next_start, self._common_prefix(prompt), len(prompt) - 1))
@@ -178,7 +181,7 @@ class Trajectory:
     # -- the work -------------------------------------------------------------------------------
 
     def _common_prefix(self, prompt: np.ndarray) -> int:
-        """How many of our tokens the prompt repeats."""
+        """Return how many of this trajectory's tokens the prompt repeats."""
         shared = min(len(prompt), len(self._tokens))
         differs = prompt[:shared] != self.token_ids[:shared]
         return int(differs.argmax()) if differs.any() else shared
@@ -238,7 +241,7 @@ class Trajectory:
     def _take(
         self, environment: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, rows: Routes | None, start: int
     ) -> None:
-        """Everything was checked: from here on nothing raises, so a response is taken whole or not at all."""
+        """Store a checked response. Nothing raises here, so a response is stored completely or not at all."""
         self._tokens.extend(environment, completion)
         self._logprobs.extend(np.zeros(len(environment), np.float32), logprobs)
         self._loss_mask.extend(np.zeros(len(environment), bool), np.ones(len(completion), bool))

@@ -1,4 +1,4 @@
-"""Routes to bytes and back, and the formats of other projects. docs/wire_format.md is the byte spec.
+"""Conversion of routes to bytes and back, and the formats of other projects. docs/wire_format.md is the byte spec.
 
     blob = wire.encode(routes, token_ids=prompt_and_completion)    # 0.63 of the raw ids for 8 of 128 experts
     routes = wire.decode(blob, token_ids=prompt_and_completion)    # checksum, digest and every row checked
@@ -38,10 +38,10 @@ __all__ = ["Header", "decode", "encode", "peer_start", "read_header"]
 __all__ += ["from_dynamo", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
 __all__ += ["to_dynamo", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
 
-FREE_BYTES = 256 << 20  # ids of this size are decoded whatever the blob's size is
-FREE_EXPANSION = 64  # and above it, up to this many times the blob's size
-FREE_STEPS = 1 << 26  # of kernel.unranking_steps, about half a second, for a model that the caller did not name
-STEPS_PER_BYTE = 512  # and so many more for each byte of the blob: a model of today takes 2
+FREE_BYTES = 256 << 20  # ids up to this size are decoded, whatever the size of the blob
+FREE_EXPANSION = 64  # larger ids are decoded up to this many times the size of the blob
+FREE_STEPS = 1 << 26  # limit on kernel.unranking_steps, about half a second, if the caller gave no spec
+STEPS_PER_BYTE = 512  # steps allowed on top of that for each byte of the blob: a current model takes 2
 
 
 def encode(
@@ -51,12 +51,12 @@ def encode(
     start: int = 0,
     threads: int = 1,
 ) -> bytes:
-    """Write routes as one self-describing, checksummed blob.
+    """Encode routes as one self-describing, checksummed blob.
 
-    `sets` writes the rank of each set at ceil(log2 C(E, k)) bits and decodes sorted; `dense` writes
-    the raw ids and decodes as a view. `start` is the position of row 0 in its sequence. `token_ids`
-    are those of the whole sequence: their digest goes into the blob, so that a reader who has the
-    tokens knows that these rows are theirs. `threads` are for `sets`.
+    The codec `sets` writes the rank of each set in ceil(log2 C(E, k)) bits and decodes with sorted slots;
+    `dense` writes the raw ids and decodes as a view. `start` is the position of row 0 in its sequence.
+    `token_ids` are those of the whole sequence: their digest is stored in the blob, so that a reader that
+    has the tokens can verify that the rows belong to them. `threads` is used by `sets` only.
     """
     if codec not in envelope.CODECS:
         raise WireError(f"codec must be one of {', '.join(map(repr, envelope.CODECS))}, got {codec!r}")
@@ -84,20 +84,20 @@ def decode(
     max_bytes: int | None = None,
     check_rows: bool = True,
 ) -> Routes:
-    """Read a blob (bytes, bytearray, memoryview or mmap), or raise WireError with the reason.
+    """Decode a blob (bytes, bytearray, memoryview or mmap); raises WireError with the reason if it is invalid.
 
-    `token_ids` are those of the whole sequence; the blob must carry their digest. `spec` is the
-    model's, where the caller knows it. Every captured row is checked for range and repeated experts.
+    `token_ids` are those of the whole sequence; if given, the blob must carry their digest. `spec` is the
+    model's, if the caller knows it. Every captured row is checked for range and repeated experts.
 
-    A `dense` blob decodes as a read-only view, which keeps the blob alive; a blob that somebody can
+    A `dense` blob decodes as a read-only view, which keeps the blob alive; a blob that other code can
     still write to, such as a bytearray, is copied first. A `sets` blob is unpacked into at most
-    `max_bytes`; unless that is given, into 256 MiB or 64 times the blob's size, whichever is more, so
-    that a few hostile bytes cannot fill the memory. Without a `spec`, a blob whose numbers of experts
-    and slots make unpacking slow for its size is refused.
+    `max_bytes`; the default is 256 MiB or 64 times the size of the blob, whichever is more, so
+    that a few hostile bytes cannot fill the memory. Without a `spec`, a blob is refused if its numbers of
+    experts and slots make unpacking slow for its size.
 
-    `check_rows=False` leaves the row check of a `dense` blob out, for blobs whose writer is known to
-    be this package: it writes checked rows only, and the checksum, which is always verified, says
-    that they arrived as written. The check costs up to the time of a copy with many slots per row.
+    `check_rows=False` skips the row check of a `dense` blob, for blobs that are known to be written by
+    this package: it writes checked rows only, and the checksum, which is always verified, shows
+    that they arrived as written. With many slots per row the check can cost as much as a copy.
     """
     threads = exact_int(threads, "threads", WireError)
     view = envelope.as_bytes(blob)
@@ -120,7 +120,7 @@ def decode(
 
 
 def read_header(blob: Any) -> Header:
-    """What a blob says about itself, without unpacking its rows. The checksum of the whole is verified."""
+    """Read the header of a blob without unpacking its rows. The checksum of the whole blob is verified."""
     view = envelope.as_bytes(blob)
     header = _parse(view)
     envelope.check_sum(view)

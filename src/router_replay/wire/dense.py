@@ -1,6 +1,6 @@
-"""Codec `dense`: the raw narrow ids of all rows, which decode as a view on the blob.
+"""Codec `dense`: stores the raw narrow ids of all rows, which decode as a view of the blob.
 
-Rows that were not captured are written as zeros, so that the same routes are always the same bytes.
+Uncaptured rows are written as zeros, so that equal routes always give equal bytes.
 
 Shapes: T rows, L layers, K slots; N = T * L sets.
 """
@@ -28,9 +28,9 @@ def encode(routes: Routes) -> np.ndarray:
 
 
 def decode(view: memoryview, header: Header, check_rows: bool) -> np.ndarray:
-    """The ids [T, L, K] as a view, after the checksum and, unless told otherwise, every row was checked.
+    """Return the ids [T, L, K] as a view, after checking the checksum and, if `check_rows`, every row.
 
-    The checksum is complained of first: damage on the way is not the writer's fault.
+    A wrong checksum is reported first: damage in transit is not the writer's fault.
     """
     spec, offset = header.spec, header.payload_offset
     stored = spec.dtype.newbyteorder("<")
@@ -58,7 +58,7 @@ def decode(view: memoryview, header: Header, check_rows: bool) -> np.ndarray:
 
 
 def _refuse(ids_NK: np.ndarray, header: Header, bad: int) -> None:
-    """Raise for the bad set of this number; -1 is none."""
+    """Raise WireError for the bad set with index `bad`; -1 means that there is none."""
     if bad < 0:
         return
     spec = header.spec

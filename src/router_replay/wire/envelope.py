@@ -1,9 +1,9 @@
-"""The envelope of a blob: who wrote these rows, for which model, which tokens, and is it intact.
+"""The envelope of a blob: its header (model, tokens, captured rows, versions) and its checksum.
 
     | fixed header, 64 bytes | runs, digest, layers, zeros to 16 | payload | XXH3-64 of all before |
 
-Reading trusts nothing: every length is checked against the bytes that are there before anything is
-allocated, and there is one way only to write a header. docs/wire_format.md is the normative text.
+The reader trusts nothing: every length is checked against the bytes present before anything is
+allocated, and each header has exactly one valid encoding. docs/wire_format.md is the normative text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router_replay.errors import SpecError, WireError
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
 
-MAGIC = b"\x89RRW\r\n\x1a\n"  # as PNG's: not text, and broken by whatever converts line ends
+MAGIC = b"\x89RRW\r\n\x1a\n"  # like PNG's: not valid text, and damaged by any conversion of line ends
 FORMAT_VERSION = 1
-CODECS = ("dense", "sets")  # the codec field is the index
-ALIGNMENT = 16  # of the payload from the blob's start
-MAX_ROWS = 1 << 40  # also for start
+CODECS = ("dense", "sets")  # the codec field is the index into this tuple
+ALIGNMENT = 16  # of the payload, from the start of the blob
+MAX_ROWS = 1 << 40  # also the limit for start
 CHECKSUM_BYTES = 8
 DIGEST_BYTES = 16
 
@@ -41,7 +41,7 @@ _FIXED = struct.Struct("<8sHBBIIIIIQQQII")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What a blob says about its rows. `start` is the position of row 0 in its sequence of tokens."""
+    """The description of a blob's rows. `start` is the position of row 0 in its sequence of tokens."""
 
     spec: RouterSpec
     codec: str
@@ -67,7 +67,7 @@ class Header:
 
 
 def as_bytes(blob: Any) -> memoryview:
-    """A flat view of what the caller holds."""
+    """Return a flat memoryview of the bytes of `blob`."""
     try:
         view = memoryview(blob)
     except TypeError:
@@ -84,7 +84,7 @@ def as_bytes(blob: Any) -> memoryview:
 
 
 def seal(header: Header, payload: Any) -> bytes:
-    """Header, payload and checksum as one blob."""
+    """Concatenate header, payload and checksum into one blob."""
     front = _write(header)
     checksum = xxhash.xxh3_64(front)
     checksum.update(payload)
@@ -138,7 +138,7 @@ def _header_length(captured_runs: int, version_runs: int, digest: bool, layers: 
 
 
 def parse(view: memoryview) -> Header:
-    """The header, complete and canonical, of a blob whose lengths add up. The checksum is not looked at."""
+    """Parse the header and check that it is canonical and that the lengths add up. Does not verify the checksum."""
     if view[: len(MAGIC)] != MAGIC:
         raise WireError(f"magic: these are not routes of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
     if len(view) < _FIXED.size + CHECKSUM_BYTES:
@@ -170,7 +170,7 @@ def parse(view: memoryview) -> Header:
     if any(view[layers_end:length]):
         raise WireError("header padding must be zero")
     layers = bytes(view[digest_end:layers_end])
-    read_spec = _spec if layer_count <= 1024 else _spec.__wrapped__  # the cache keeps nothing large
+    read_spec = _spec if layer_count <= 1024 else _spec.__wrapped__  # keep large specs out of the cache
     return Header(
         spec=read_spec(experts, top_k, layers, bool(flags & ORDERED), num_layers),
         codec=CODECS[codec],
@@ -185,7 +185,7 @@ def parse(view: memoryview) -> Header:
 
 @functools.lru_cache(maxsize=64)
 def _spec(experts: int, top_k: int, layers: bytes, ordered: bool, num_layers: int) -> RouterSpec:
-    """A process reads many blobs of few models, and checking a spec takes as long as hashing a megabyte."""
+    """Make the spec, cached: a process reads many blobs of few models, and a check costs as much as hashing 1 MB."""
     try:
         return RouterSpec(experts, top_k, tuple(np.frombuffer(layers, "<u4").tolist()), ordered, num_layers or None)
     except SpecError as error:
@@ -193,7 +193,7 @@ def _spec(experts: int, top_k: int, layers: bytes, ordered: bool, num_layers: in
 
 
 def _captured(field: memoryview, first: bool, rows: int) -> Runs:
-    """Runs of captured and uncaptured rows in turn."""
+    """Read the alternating runs of captured and uncaptured rows; `first` is the value of the first run."""
     ends = _ends(np.frombuffer(field, "<u8"), rows, "captured runs")
     if first and not rows:
         raise WireError("flags: there is no row 0 that could be captured")
@@ -228,7 +228,7 @@ def _ends(lengths: np.ndarray, rows: int, name: str) -> list[int]:
 
 
 def check_sum(view: memoryview, computed: int | None = None) -> None:
-    """Raise unless the last 8 bytes are the XXH3-64 of all before them."""
+    """Raise WireError unless the last 8 bytes are the XXH3-64 of all bytes before them."""
     if computed is None:
         computed = xxhash.xxh3_64_intdigest(view[:-CHECKSUM_BYTES])
     stored = int.from_bytes(view[-CHECKSUM_BYTES:], "little")
@@ -239,7 +239,7 @@ def check_sum(view: memoryview, computed: int | None = None) -> None:
 
 
 def digest_of(token_ids: Sequence[int] | Any, end: int) -> bytes:
-    """XXH3-128 of the token ids as little-endian int64, after checking that rows up to `end` have their token."""
+    """Return the XXH3-128 of the token ids as little-endian int64; raises if rows up to `end` lack a token."""
     tokens = int64_array(token_ids, "token_ids", WireError)
     if end > len(tokens):
         raise WireError(f"token_ids: the rows end at position {end}, but there are {len(tokens)} tokens only")
@@ -247,7 +247,7 @@ def digest_of(token_ids: Sequence[int] | Any, end: int) -> bytes:
 
 
 def check_digest(header: Header, token_ids: Sequence[int] | Any) -> None:
-    """Raise unless the rows belong to these tokens."""
+    """Raise WireError unless the rows belong to these tokens."""
     if header.token_digest is None:
         raise WireError("token_ids were given, but the blob has no token digest: encode it with token_ids=")
     digest = digest_of(token_ids, header.start + header.rows)

@@ -1,4 +1,4 @@
-"""Codec `sets`: the rank of each captured set, at ceil(log2 C(E, k)) bits, without holes.
+"""Codec `sets`: stores the rank of each captured set in ceil(log2 C(E, k)) bits, without gaps.
 
 A row of 48 layers with 8 of 128 experts takes 48 * 41 bits = 246 bytes instead of 384. Only
 captured rows are in the payload; the others decode as zeros. Slots decode in ascending order.
@@ -20,7 +20,7 @@ def payload_length(header: Header) -> int:
     spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
     if not sets:
         return 0
-    # C(E, k) of a hostile header can have 65536 bits: it is computed only where the blob is long enough for it.
+    # C(E, k) of a hostile header can have 65536 bits: it is computed only if the blob is long enough for it.
     least = sets * kernel.least_rank_bits(spec.num_experts, spec.top_k) // 8
     if least > header.payload_length:
         raise WireError(
@@ -31,7 +31,7 @@ def payload_length(header: Header) -> int:
 
 
 def refuse_slow(header: Header, most_steps: int) -> None:
-    """Raise where finding the sets of the ranks takes more steps than a blob of this size may cost."""
+    """Raise WireError if decoding the ranks takes more steps than `most_steps`, the limit for the blob's size."""
     spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
     steps = kernel.unranking_steps(sets, spec.top_k, spec.num_experts)
     if steps > most_steps:
