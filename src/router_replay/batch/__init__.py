@@ -1,4 +1,4 @@
-"""Samples laid out for a trainer: packed, padded and sharded. The same code moves tokens and rows."""
+"""Packs, pads and shards samples for a trainer. The same code moves tokens and rows."""
 
 from router_replay.batch.local import LocalBatch as LocalBatch
 from router_replay.batch.packing import pack as pack

@@ -7,7 +7,7 @@
     with replayer.replay(local):                     # on that rank
         found = logprobs(model, local)
 
-A loss over sequences needs the tokens of all slots; the routers need the rows of this rank's slots only. A LocalBatch
+A loss over sequences needs the tokens of all slots; the routers need only the rows of this rank's slots. A LocalBatch
 holds exactly these two.
 """
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """`whole` has the tokens of every slot and no rows; `routes` has one row for each of `slots`, or is None.
+    """One rank's part of a bin: the tokens of all slots, and the rows of this rank's slots.
 
-    `len()`, `labels`, `label_mask` and `routes` are of this rank's slots. Tensors are kept: passes that use the same
-    device share one copy, so drop the batch when its last pass is done.
+    `whole` has the tokens of every slot and no rows; `routes` has one row for each of `slots`, or is None. `len()`,
+    `labels`, `label_mask` and `routes` cover this rank's slots. Tensors are cached: passes on the same device share
+    one copy, so drop the batch after its last pass.
     """
 
     whole: Batch
@@ -50,7 +51,7 @@ class LocalBatch:
 
     @functools.cached_property
     def place(self) -> slice | np.ndarray:
-        """What to index an array over all slots with, to get this rank's part; a view where that is possible."""
+        """The index that selects this rank's part of an array over all slots; a slice, giving a view, if possible."""
         return as_slice(self.slots)
 
     @property
@@ -62,7 +63,7 @@ class LocalBatch:
         return self.whole.label_mask[self.place]
 
     def to_torch(self, device: Any = "cpu") -> LocalTensors:
-        """This batch on a device. The same object every time; it copies an array when it is first used."""
+        """Return this batch on a device: the same object every time, which copies an array on its first use."""
         from router_replay.batch.tensors import LocalTensors, torch_device
 
         key = torch_device(device)
@@ -76,7 +77,7 @@ class LocalBatch:
 
 
 def as_slice(index: np.ndarray) -> slice | np.ndarray:
-    """An index of consecutive numbers as a slice, which takes a view instead of a copy."""
+    """Convert an index of consecutive numbers to a slice, which makes a view instead of a copy."""
     if not len(index):
         return slice(0, 0)
     first, last = int(index[0]), int(index[-1])

@@ -1,4 +1,4 @@
-"""`pack` puts samples into bins of at most `max_tokens` slots. One layout moves tokens, masks and rows."""
+"""`pack` puts samples into bins of at most `max_tokens` slots. One layout is used for tokens, masks and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router_replay.routes import Routes
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every sample goes. Tokens, masks and rows are all laid out by it."""
+    """The position of every sample in the bins. Tokens, masks and rows are all laid out by it."""
 
     bins: tuple[tuple[int, ...], ...]  # sample numbers per bin, in order
     lengths: tuple[int, ...]  # tokens of each sample
@@ -51,11 +51,11 @@ def pack(
     pad_token_id: int = 0,
     on_missing: Literal["raise", "live"] = "raise",
 ) -> Batch:
-    """Pack samples (Trajectory, Sample or alike) first-fit decreasing; the same input gives the same batch.
+    """Pack samples (Trajectory, Sample or similar) first-fit decreasing; the same input gives the same batch.
 
     Every sequence is padded at its end to `pad_to_multiple_of` slots, so that it can be sharded
-    whichever way; padding is uncaptured and bears no loss. A row that predicts a token of the loss
-    must be captured, unless `on_missing="live"` leaves such rows to the live router.
+    in either way; padding is uncaptured and has no loss. A row that predicts a token of the loss
+    must be captured or BatchError is raised; `on_missing="live"` leaves such rows to the live router.
     """
     if on_missing not in ("raise", "live"):
         raise BatchError(f'on_missing must be "raise" or "live", got {on_missing!r}')
@@ -94,14 +94,14 @@ def pack(
 
 
 def first_fit_decreasing(lengths: Sequence[int], max_tokens: int, multiple: int = 1) -> Layout:
-    """Longest first, each into the first bin with room; ties keep the order given."""
+    """Put the longest samples first, each into the first bin with room; ties keep the given order."""
     max_tokens = exact_int(max_tokens, "max_tokens", BatchError, least=1)
     multiple = exact_int(multiple, "pad_to_multiple_of", BatchError, least=1)
     if not lengths:
         raise BatchError("there are no samples to pack")
     padded = [-(-length // multiple) * multiple for length in lengths]
     bins: list[list[int]] = []
-    room = np.zeros(len(lengths), np.int64)  # of the bins opened so far; the rest is 0
+    room = np.zeros(len(lengths), np.int64)  # free slots of the bins opened so far; 0 for the others
     for sample in sorted(range(len(lengths)), key=lambda number: -padded[number]):
         if padded[sample] > max_tokens:
             raise BatchError(

@@ -1,4 +1,4 @@
-"""Sample: one sequence on its way into a batch."""
+"""Sample: one sequence that can be packed into a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router_replay.routes import Routes
 
 
 class SampleLike(Protocol):
-    """What `pack` needs of a sample; a Trajectory has all of it."""
+    """The attributes of a sample that `pack` uses; a Trajectory has all of them."""
 
     @property
     def token_ids(self) -> Any: ...
@@ -27,9 +27,9 @@ class SampleLike(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sequence: entry i of each field speaks of token i; row i of `routes` is token i as an input.
+    """One sequence: entry i of each field describes token i; row i of `routes` is token i as an input.
 
-    `advantages` is one number for the whole sequence or one per token. `routes` is None where
+    `advantages` is one number for the whole sequence or one per token. `routes` is None if
     nothing is to be replayed.
     """
 
@@ -41,7 +41,10 @@ class Sample:
 
     @classmethod
     def of(cls, source: SampleLike, advantages: Any = None, where: str = "sample") -> Sample:
-        """A checked Sample from a Trajectory or anything shaped like one."""
+        """Make a checked Sample from a Trajectory or any object with the same attributes.
+
+        `where` names the sample in error messages.
+        """
         tokens = int64_array(source.token_ids, f"{where}: token_ids", BatchError)
         if not len(tokens):
             raise BatchError(f"{where}: token_ids is empty: a sample has one token or more")
@@ -68,7 +71,7 @@ class Sample:
         return len(self.token_ids)
 
     def first_missing_loss_row(self) -> int | None:
-        """The first row that predicts a token of the loss and was not captured; None where there is none.
+        """Return the first uncaptured row that predicts a token of the loss; None if there is none.
 
         Row i computes the log-prob of token i + 1.
         """
@@ -79,7 +82,7 @@ class Sample:
 
 
 def missing_rows(captured: np.ndarray, needed: np.ndarray) -> np.ndarray:
-    """The rows that the loss needs and nobody captured. `needed[i]`: the token that row i predicts bears loss."""
+    """Return the uncaptured rows that the loss needs. `needed[i]` says whether row i predicts a token with loss."""
     return np.flatnonzero(needed.astype(bool) & ~captured)
 
 
@@ -88,7 +91,7 @@ def _per_token(values: Any, tokens: int, name: str) -> np.ndarray:
 
 
 def _mask(values: Any, tokens: int, name: str) -> np.ndarray:
-    """Booleans, or numbers that are 0 or 1: a weight such as 0.5 would count in full."""
+    """Convert booleans, or the numbers 0 and 1, to a mask; a weight such as 0.5 is refused: it would count as 1."""
     array = _of_length(as_array(values, name, BatchError), tokens, name)
     if array.dtype == bool:
         return array

@@ -1,4 +1,4 @@
-"""Which slots of a packed batch belong to which rank."""
+"""Computes which slots of a packed batch belong to which rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ShardKind = Literal["contiguous", "zigzag"]
 
 
 def shard_index(cu_seqlens: np.ndarray, bin_ends: np.ndarray, rank: int, size: int, kind: ShardKind) -> np.ndarray:
-    """The slots of `rank`, in its own order.
+    """Return the slots of `rank`, in the order in which the rank holds them.
 
     One sequence of 8 slots over 2 ranks: contiguous gives 0 1 2 3 and 4 5 6 7; zigzag gives
     0 1 6 7 and 2 3 4 5, so that causal attention costs both ranks the same.

@@ -1,4 +1,4 @@
-"""Batches and routes as tensors. The names stay the same, and an expert id still takes one or two bytes."""
+"""Batches and routes as tensors. Field names stay the same, and an expert id still takes one or two bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router_replay.spec import RouterSpec
 class TensorRoutes:
     """Routes on a device: `ids` [T, L, K] in the narrow dtype, `captured` [T] bool.
 
-    `all_captured` and `any_captured` are known on the host, so that no replay has to ask the device. Where
-    `any_captured` is not given, the device is asked once, here.
+    `all_captured` and `any_captured` are stored on the host, so that a replay never waits for the device. If
+    `any_captured` is not given, it is read from the device once, at construction.
     """
 
     ids: torch.Tensor
@@ -85,9 +85,9 @@ class TensorBatch:
 
 
 class LocalTensors:
-    """A LocalBatch on a device. An array is copied there when it is first used, and then kept.
+    """A LocalBatch on a device. An array is copied there on its first use, and then kept.
 
-    `token_ids`, `position_ids`, `labels`, `label_mask` and `routes` are of this rank's slots; `whole(name)` gives an
+    `token_ids`, `position_ids`, `labels`, `label_mask` and `routes` cover this rank's slots; `whole(name)` returns an
     array over all slots of the bin.
     """
 
@@ -100,7 +100,7 @@ class LocalTensors:
         return len(self._local)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The array `name` of the Batch, over all slots of the bin."""
+        """Return the array `name` of the Batch, over all slots of the bin."""
         if name not in self._whole:
             self._whole[name] = _writable(getattr(self._local.whole, name)).to(self.device, non_blocking=True)
         return self._whole[name]
@@ -132,7 +132,7 @@ class LocalTensors:
 
 
 def torch_device(device: Any) -> torch.device:
-    """The device with its number: "cuda" is the current one."""
+    """Return the device with its index: "cuda" means the current one."""
     found = torch.device(device)
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -140,5 +140,5 @@ def torch_device(device: Any) -> torch.device:
 
 
 def _writable(array: np.ndarray) -> torch.Tensor:
-    """A tensor that owns its memory: torch would warn of, and then write through, a read-only array."""
+    """Copy into a tensor that owns its memory: torch warns about a read-only array and could then write to it."""
     return torch.from_numpy(np.array(array))

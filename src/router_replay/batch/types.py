@@ -1,4 +1,4 @@
-"""Batch: the arrays of packed sequences, every one in the same slot order.
+"""Batch: the arrays of packed sequences, all in the same slot order.
 
 Two samples, [5, 6, 7] and [8, 9], packed into one bin padded to multiples of 4:
 
@@ -9,9 +9,9 @@ Two samples, [5, 6, 7] and [8, 9], packed into one bin padded to multiples of 4:
     sample_ids    0  0  0 -1 | 1  1 -1 -1
     cu_seqlens    0            4           8
 
-`token_*` order and row order are one. `loss_mask`, `logprobs` and `advantages` speak of the token in
-the slot; `label_mask`, `label_logprobs` and `label_advantages` of the token that the slot predicts,
-which is what a loss needs and what stays right when the slots are spread over ranks.
+Tokens and rows have the same order. `loss_mask`, `logprobs` and `advantages` describe the token in
+the slot; `label_mask`, `label_logprobs` and `label_advantages` describe the token that the slot predicts,
+which is what a loss needs and what stays correct when the slots are spread over ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PER_SLOT = (
 class Batch:
     """Packed sequences. Arrays are [slots]; `routes` has one row per slot, or is None.
 
-    A batch of several bins is their concatenation; `bins()` gives them one by one, as micro-batches
+    A batch of several bins is their concatenation; `bins()` yields them one by one, as micro-batches
     of at most `max_tokens` slots. In a shard, `cu_seqlens` still describes the whole batch (sequence
-    parallel attention runs on whole sequences) and `slots` says which of its slots are here.
+    parallel attention runs on whole sequences) and `slots` lists which of its slots the shard holds.
     """
 
     token_ids: np.ndarray
@@ -70,7 +70,7 @@ class Batch:
         return len(self.bin_ends)
 
     def bins(self) -> Iterator[Batch]:
-        """The bins as batches of their own: micro-batches for gradient accumulation. Their arrays are views."""
+        """Yield each bin as a Batch, a micro-batch for gradient accumulation. The arrays are views."""
         self._refuse_shard("bins")
         start = 0
         for end in self.bin_ends.tolist():
@@ -84,10 +84,10 @@ class Batch:
             start = end
 
     def shard(self, rank: int, size: int, kind: ShardKind = "contiguous") -> Batch:
-        """This rank's slots, with their labels and rows, in memory of their own.
+        """Return the slots of `rank` out of `size` ranks, with their labels and rows, copied to new memory.
 
         "contiguous" cuts every bin into `size` equal pieces (Ulysses); "zigzag" cuts every sequence
-        into 2 * size pieces of which rank r takes pieces r and 2 * size - 1 - r (ring attention).
+        into 2 * size pieces, of which rank r takes pieces r and 2 * size - 1 - r (ring attention).
         """
         self._refuse_shard("shard")
         rank, size = checked_rank(rank, size)
@@ -95,9 +95,9 @@ class Batch:
         return self._take(index, slots=index, bin_ends=self.bin_ends // size, shard_of=(rank, size, kind))
 
     def split(self, size: int, kind: ShardKind = "contiguous") -> list[LocalBatch]:
-        """One LocalBatch for each of `size` ranks: the tokens of all slots, and the rows of the slots of that rank.
+        """Return one LocalBatch for each of `size` ranks: the tokens of all slots, and the rows of that rank's slots.
 
-        `kind` is as in `shard`. Nothing is copied where a rank's slots lie side by side.
+        `kind` is as in `shard`. Nothing is copied if a rank's slots are contiguous.
         """
         self._refuse_shard("split")
         whole = dataclasses.replace(self, routes=None)
@@ -108,12 +108,12 @@ class Batch:
         return parts
 
     def select_layers(self, layers: Sequence[int]) -> Batch:
-        """The same tokens with the rows of some layers (absolute ids): a pipeline stage's share."""
+        """Return the same tokens with the rows of `layers` only (absolute ids), such as those of a pipeline stage."""
         routes = None if self.routes is None else self.routes.select_layers(layers)
         return dataclasses.replace(self, routes=routes)
 
     def per_sample(self, values: Any) -> list[np.ndarray]:
-        """Split an array over slots into one array per sample, in the order the samples were given."""
+        """Split an array over slots into one array per sample, in the order in which the samples were given."""
         values = np.asarray(values)
         if values.shape[:1] != (len(self),):
             raise BatchError(f"values must have one entry per slot: expected {len(self)}, got {list(values.shape)}")
@@ -123,13 +123,13 @@ class Batch:
         return pieces[1:] if (self.sample_ids < 0).any() else pieces
 
     def to_torch(self, device: Any = "cpu") -> TensorBatch:
-        """Tensors of the same names on `device`; ids stay one or two bytes each."""
+        """Return tensors with the same names on `device`; ids stay one or two bytes each."""
         from router_replay.batch.tensors import TensorBatch
 
         return TensorBatch.from_batch(self, device)
 
     def _take(self, index: np.ndarray | slice, **changes: Any) -> Batch:
-        """A slice takes views, an array copies."""
+        """Return the slots at `index`, with `changes` applied; a slice makes views, an array makes copies."""
         fields = {name: getattr(self, name)[index] for name in PER_SLOT}
         return dataclasses.replace(self, **fields, routes=_rows(self.routes, index), **changes)
 

@@ -1,4 +1,4 @@
-"""How often two routings of the same tokens chose the same experts.
+"""Measures how often two routings of the same tokens chose the same experts.
 
 agreement = route_agreement(rollout_routes, trainer_routes)
 agreement.overall             # 0.883: share of equal sets over all tokens and layers
@@ -19,10 +19,10 @@ from router_replay.routes import Routes
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RouteAgreement:
-    """Shares of equal sets between two Routes; slot order does not count, and only rows captured in both do.
+    """The shares of equal sets between two Routes; slot order is ignored, and only rows captured in both count.
 
     `per_layer` [L] follows the spec's layers. `per_token` [T] is the share of layers that agree, NaN
-    for a row that was not compared. `rows` is how many were.
+    for a row that was not compared. `rows` is the number of rows compared.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class RouteAgreement:
 
 
 def route_agreement(a: Routes, b: Routes) -> RouteAgreement:
-    """Compare two Routes of one spec and one length, row by row."""
+    """Compare two Routes of the same spec and length, row by row."""
     if a.spec != b.spec:
         raise MeasureError(f"routes of two models cannot be compared: {a.spec} and {b.spec}")
     if len(a) != len(b):
@@ -56,7 +56,7 @@ def route_agreement(a: Routes, b: Routes) -> RouteAgreement:
 
 
 def _equal_sets(a_TLK: np.ndarray, b_TLK: np.ndarray) -> np.ndarray:
-    """[T, L]; only the sets whose slots differ are sorted, since most agree in order too."""
+    """Return [T, L] equality; only sets whose slots differ are sorted, since most agree in order too."""
     equal_TL = (a_TLK == b_TLK).all(axis=2)
     differ_TL = ~equal_TL
     a_NK, b_NK = kernel.sort_sets(a_TLK[differ_TL]), kernel.sort_sets(b_TLK[differ_TL])

@@ -1,4 +1,4 @@
-"""The log-prob gap between trainer and rollout engine, on the tokens that the engine sampled.
+"""Measures the log-prob gap between trainer and rollout engine, on the tokens that the engine sampled.
 
 gap = logprob_gap(train_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.5])
 gap.k1              # -0.25: mean of rollout - train
@@ -19,7 +19,7 @@ from router_replay.errors import MeasureError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """What the differences d = train - rollout of the masked tokens come to.
+    """Statistics of the differences d = train - rollout over the masked tokens.
 
     The tokens are samples of the rollout policy, so k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) both
     estimate KL(rollout || train); k3 is never negative and varies less.
@@ -33,16 +33,16 @@ class LogprobGap:
     differences: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     def extreme(self, tau: float = 2.0) -> float:
-        """The share of tokens whose probability ratio exceeds `tau` either way: F(tau) of the R3 paper."""
+        """Return the share of tokens whose probability ratio exceeds `tau` either way: F(tau) of the R3 paper."""
         if not (math.isfinite(tau) and tau >= 1):
             raise MeasureError(f"tau is a ratio of probabilities, 1 or more, got {tau}")
         return float(np.mean(np.abs(self.differences) > math.log(tau)))
 
 
 def logprob_gap(train_logprobs: Any, rollout_logprobs: Any, mask: Any = None) -> LogprobGap:
-    """Measure the gap over the tokens that `mask` selects; all of them without one.
+    """Measure the gap over the tokens that `mask` selects, or over all tokens without a mask.
 
-    Arrays, lists and torch tensors (on any device, in any float dtype) of one shape are taken.
+    The arguments are arrays, lists or torch tensors (on any device, in any float dtype) of the same shape.
     """
     train = _floats(train_logprobs, "train_logprobs")
     rollout = _floats(rollout_logprobs, "rollout_logprobs")
@@ -61,7 +61,7 @@ def logprob_gap(train_logprobs: Any, rollout_logprobs: Any, mask: Any = None) ->
             raise MeasureError(f"{name}[{where}] is {values[place]}, inside the mask; a log-prob must be finite")
     differences = train[selected] - rollout[selected]
     absolute = np.abs(differences)
-    with np.errstate(over="ignore"):  # a token that far off makes k3 infinite, which is the truth
+    with np.errstate(over="ignore"):  # a token with such a large gap makes k3 infinite, which is correct
         k3 = np.mean(np.expm1(differences) - differences)
     differences.flags.writeable = False
     return LogprobGap(
@@ -75,7 +75,7 @@ def logprob_gap(train_logprobs: Any, rollout_logprobs: Any, mask: Any = None) ->
 
 
 def _floats(values: Any, name: str) -> np.ndarray:
-    if hasattr(values, "detach"):  # a torch tensor; NumPy knows no bfloat16, and float64 must stay whole
+    if hasattr(values, "detach"):  # a torch tensor; NumPy has no bfloat16, and float64 must keep its precision
         values = values.detach().cpu().double().numpy()
     try:
         return np.asarray(values, np.float64)
