@@ -133,6 +133,6 @@ def _masks(decoder: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tens
 
 
 def _dtype(decoder: Any) -> torch.dtype:
-    """Return the dtype of the decoder's parameters, or of its config if FSDP1 with flat parameters leaves none in it."""
+    """Return the dtype of the decoder's parameters, or of its config if FSDP1 (flat parameters) leaves none in it."""
     found = next((parameter.dtype for parameter in decoder.parameters() if parameter.is_floating_point()), None)
     return found or decoder.config.dtype or torch.get_default_dtype()

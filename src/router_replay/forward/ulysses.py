@@ -1,8 +1,8 @@
 """Ulysses implements sequence parallelism: each rank holds a piece of the sequence, attention sees all of it.
 
-Around attention, an all-to-all exchanges the split over the sequence for a split over heads: [H, T / P] becomes [H / P, T] and back. The
-function is registered through transformers' attention interface; its state travels with the call, as
-the `ulysses` argument of the model's forward.
+Around attention, an all-to-all exchanges the split over the sequence for a split over heads: [H, T / P] becomes
+[H / P, T] and back. The function is registered through transformers' attention interface; its state is passed with
+the call, as the `ulysses` argument of the model's forward.
 
     ulysses = Ulysses(model, group)
     local = batch.shard(rank, size).to_torch()
