@@ -23,7 +23,7 @@ from router_replay.families.types import Choice, Where
 from router_replay.spec import RouterSpec
 
 # Attributes with the width of the tensor that is chosen from, most specific first: zaya can choose to skip,
-# longcat_flash has experts that compute nothing, and both count these only in the first ones.
+# longcat_flash has experts that compute nothing, and only these attributes of both count them.
 WIDTH_ATTRIBUTES = ("num_router_classes", "n_routed_experts", "num_experts")
 TOP_K_ATTRIBUTES = ("top_k",)
 CONFIG_WIDTH = ("num_experts",)  # gemma4 and diffusion_gemma keep the numbers only in their config
@@ -42,7 +42,8 @@ NOT_DECODER = {
 }
 ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder tokens"
 
-# Path components that wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation checkpointing, PEFT.
+# Path components that wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation
+# checkpointing, PEFT.
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 
 # The order in which the forward of a layer with two routers calls them.
@@ -253,7 +254,7 @@ def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: t
 
 
 def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
-    """Raise ReplayError if two layers share one router module: its two calls in a pass do not tell the layer."""
+    """Raise ReplayError if two layers share one router module: its calls do not show which layer made them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     layers: dict[int, set[int]] = {id(router.module): set() for router in routers}
     for name, module in modules.items():

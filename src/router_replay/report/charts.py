@@ -1,4 +1,7 @@
-"""Draw curves as inline SVG, without a library or network access. Colours are classes (c0, c1, ...) that the page's style defines."""
+"""Draw curves as inline SVG, without a library or network access.
+
+Colours are classes (c0, c1, ...) that the page's style defines.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Holds one run's curve. Values that were not finite are marked at the top edge. `last` is the last step's value."""
+    """Holds one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
 
     name: str
     points: Sequence[Point]

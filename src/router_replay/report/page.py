@@ -44,7 +44,7 @@ GROUP_ENDS = ("reward_last", "agreement_mean")
 def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequence[str] = ()) -> None:
     """Write the page to `out`, and the JSON file to the same path with the suffix .json.
 
-    `notes` are shown on the page as text.
+    `notes` are included in both, followed by the remarks on the comparison.
     """
     if not runs:
         raise ConfigError("a report needs one run or more, got none")
