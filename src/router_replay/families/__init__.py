@@ -1,4 +1,4 @@
-"""What is known of each MoE family of transformers: one record each, found by folder, model type or class.
+"""Hold one record for each MoE family of transformers, found by folder, model type or class.
 
 Neither torch nor transformers is imported here; `from_modules` needs both.
 """

@@ -1,12 +1,12 @@
-"""Read a RouterSpec off a transformers config: an object, or the dict of a `config.json`.
+"""Derive a RouterSpec from a transformers config: an object, or the dict of a `config.json`.
 
     spec_from_config({"model_type": "deepseek_v3", "num_hidden_layers": 4, "first_k_dense_replace": 1,
                       "n_routed_experts": 256, "num_experts_per_tok": 8})
     -> RouterSpec(num_experts=256, top_k=8, layers=(1, 2, 3), num_layers=4)
 
-Neither torch nor transformers is imported. Three questions are asked of a config: how many experts,
-how many of them per token, in which layers. Each has a short list of field names that the families
-share; the `config` of a family's record holds what a model type does otherwise, or leaves unsaid.
+Neither torch nor transformers is imported. A config gives three facts: the number of experts, how many
+of them are chosen per token, and the routed layers. Each is read from a short list of field names that
+the families share; the `config` of a family's record holds what differs in a model type or is not in its config.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ TOP_K_FIELDS = (
 )
 MAX_LAYERS = 1 << 16
 DEPTH_FIELDS = ("num_hidden_layers", "num_layers", "n_layers")
-# Where a multimodal config keeps its decoder, tried in this order.
+# The fields in which a multimodal config keeps its decoder, tried in this order.
 TEXT_FIELDS = ("text_config", "thinker_config", "llm_config", "language_config")
 
 ROUTED_KINDS = ("sparse", "moe")  # "dense" has no router, "hash_moe" (deepseek_v4) chooses by token id
 
 
 def spec_from_config(config: Any) -> RouterSpec:
-    """The RouterSpec that a transformers config describes."""
+    """Return the RouterSpec that a transformers config, or its dict, describes.
+
+    Raises SpecError if the model has no router or the config does not give the experts, the top-k or the layers.
+    """
     fields = _decoder_fields(_as_mapping(config))
     model_type = fields.get("model_type") or None
     family = by_model_type(model_type)
@@ -76,7 +79,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _decoder_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's own config, out of a multimodal one. A config that counts experts itself is not left."""
+    """Return the text decoder's fields of a multimodal config; fields that count experts are returned unchanged."""
     for _ in range(len(TEXT_FIELDS)):
         nested = next((fields[name] for name in TEXT_FIELDS if fields.get(name) is not None), None)
         if nested is None or any(fields.get(name) is not None for name in EXPERT_FIELDS):
@@ -86,7 +89,7 @@ def _decoder_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(fields: Mapping[str, Any], names: tuple[str, ...], what: str) -> int:
-    """The first of these fields that is set. A list (one number per layer) must agree with itself."""
+    """Return the first of these fields that is set. The numbers of a list (one per layer) must be equal."""
     for name in names:
         value = fields.get(name)
         if isinstance(value, list | tuple):
@@ -115,13 +118,16 @@ def _depth(fields: Mapping[str, Any], rules: ConfigRules) -> int:
         if fields.get(name) and not fields.get("num_hidden_layers"):
             return len(fields[name])
     depth = _number(fields, (rules.depth,) if rules.depth else DEPTH_FIELDS, "the number of decoder layers")
-    if depth > MAX_LAYERS:  # a config may come from a server; a list of so many layers would fill the memory
+    if depth > MAX_LAYERS:  # a config may come from a server; a huge layer list would exhaust the memory
         raise SpecError(f"this config has {depth} decoder layers, expected at most {MAX_LAYERS}")
     return depth
 
 
 def _routed_layers(fields: Mapping[str, Any], rules: ConfigRules, depth: int, *, known: bool) -> list[int]:
-    """Which decoder layers hold a router. Lists beat arithmetic; what the config says beats a family's default."""
+    """Return the decoder layers that hold a router.
+
+    Fields that list layers take precedence over fields with arithmetic, and the config over a family's default.
+    """
     for name, rule in LAYER_RULES.items():
         if fields.get(name) is not None:
             routed = rule(fields, rules, depth)
@@ -140,14 +146,14 @@ Rule = Callable[[Mapping[str, Any], ConfigRules, int], "list[int] | None"]
 
 def _by_kind(name: str) -> Rule:
     def rule(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int] | None:
-        kinds = list(fields[name])[:depth]  # step3p7 lists its MTP layers behind the decoder's
+        kinds = list(fields[name])[:depth]  # step3p7 lists its MTP layers after the decoder's
         return [layer for layer, kind in enumerate(kinds) if kind in ROUTED_KINDS]
 
     return rule
 
 
 def _block_types(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int] | None:
-    """nemotron_h names MoE blocks; other hybrids name only the kind of attention, which says nothing here."""
+    """Return the MoE blocks that nemotron_h names; None for other hybrids, which name only the kind of attention."""
     return _by_kind("layers_block_type")(fields, rules, depth) if "moe" in fields["layers_block_type"] else None
 
 
@@ -160,7 +166,7 @@ def _listed(name: str) -> Rule:
 
 
 def _layer_freq(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
-    """A flag per layer (minimax_m3), or every n-th layer after the leading dense ones (DeepSeek)."""
+    """Read a flag per layer (minimax_m3), or every n-th layer after the leading dense ones (DeepSeek)."""
     freq = fields["moe_layer_freq"]
     if isinstance(freq, list | tuple):
         return [layer for layer, routed in enumerate(freq) if routed]
@@ -199,7 +205,7 @@ def _interleaved(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> l
 
 
 def _pattern(fields: Mapping[str, Any], rules: ConfigRules, depth: int) -> list[int]:
-    """nemotron_h's hub configs write a letter per layer; E is a MoE block."""
+    """Read the letter per layer of nemotron_h's hub configs; E is a MoE block."""
     return [layer for layer, letter in enumerate(fields["hybrid_override_pattern"]) if letter == "E"]
 
 

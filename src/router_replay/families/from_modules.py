@@ -22,14 +22,14 @@ from router_replay.families.records import by_class, where_router
 from router_replay.families.types import Choice, Where
 from router_replay.spec import RouterSpec
 
-# The width of the tensor that is chosen from, most telling name first: zaya can choose to skip, longcat_flash
-# has experts that compute nothing, and both count these only here.
+# Attributes with the width of the tensor that is chosen from, most specific first: zaya can choose to skip,
+# longcat_flash has experts that compute nothing, and only these attributes of both count them.
 WIDTH_ATTRIBUTES = ("num_router_classes", "n_routed_experts", "num_experts")
 TOP_K_ATTRIBUTES = ("top_k",)
-CONFIG_WIDTH = ("num_experts",)  # gemma4 and diffusion_gemma keep the numbers in their config alone
+CONFIG_WIDTH = ("num_experts",)  # gemma4 and diffusion_gemma keep the numbers only in their config
 CONFIG_TOP_K = ("top_k_experts",)
 
-# Parts of a module's path that say: not the text decoder. An encoder is left out only where a decoder is there too.
+# Words in a module's path that mark it as not the text decoder. An encoder is left out only if there is a decoder.
 NOT_DECODER = {
     "vision": "routes image patches",
     "visual": "routes image patches",
@@ -42,16 +42,17 @@ NOT_DECODER = {
 }
 ENCODER = "routes the prompt of an encoder-decoder; rows belong to decoder tokens"
 
-# What wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation checkpointing, PEFT.
+# Path components that wrappers of a part of a model add to the paths below it: torch.compile, FSDP1, activation
+# checkpointing, PEFT.
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 
-# Where a layer holds two routers, the order in which its forward calls them.
+# The order in which the forward of a layer with two routers calls them.
 CALL_ORDER = ("self_attention", "self_attn", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundRouter:
-    """A module whose `method` chooses `top_k` of `num_experts` experts for each token."""
+    """Describes a module whose `method` chooses `top_k` of `num_experts` experts for each token."""
 
     layer: int
     name: str
@@ -66,7 +67,7 @@ class FoundRouter:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The routers of one decoder stack, and the routers that were left alone, each with the reason."""
+    """Holds the routers of one decoder stack, and `left_live`: the (name, reason) of each router that stays live."""
 
     stack: nn.Module
     stack_name: str
@@ -93,7 +94,7 @@ class Found:
 
 
 def find_routers(model: nn.Module) -> Found:
-    """The decoder routers of `model`, or a ReplayError that says why there are none."""
+    """Return the routers of the text decoder of `model`; raise ReplayError with the reason if there are none."""
     modules = dict(model.named_modules())
     named = _named_routers(model, modules)
     if not named:
@@ -121,13 +122,16 @@ def find_routers(model: nn.Module) -> Found:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The device of the model's parameters; None where they are not there now (a flat parameter above, offloading)."""
+    """Return the device of the model's parameters.
+
+    None means that they are not there now: they are flat parameters of an outer module, or offloaded.
+    """
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
 
 
 def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str, Where]:
-    """Every module of a class that the family names as its router."""
+    """Return, by name, every module of a class that the family names as its router."""
     targets: dict[tuple[type, str | None], Where] = {}
     for module in modules.values():
         if not isinstance(module, PreTrainedModel):
@@ -144,12 +148,12 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
 
 
 def _plain(name: str) -> str:
-    """The name that a module has where nothing is wrapped."""
+    """Return the name that the module has in the model without wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def _chooser(name: str, where: Where, modules: dict[str, nn.Module]) -> str:
-    """From the name of the module that a family names as its router to the one that chooses."""
+    """Return the name of the module that chooses, given the name of the module that the family names as its router."""
     if where.parent:
         while name.rsplit(".", 1)[-1] in WRAPPER_PARTS:
             name = name.rsplit(".", 1)[0]
@@ -179,7 +183,10 @@ def not_decoder(path: str) -> str | None:
 
 
 def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, list[tuple[str, str]]]:
-    """The one stack that decodes text. The routers of every other stack stay live."""
+    """Return the one stack that decodes text, and the (name, reason) of the routers of all other stacks.
+
+    Those other routers stay live. Raises ReplayError if it is not clear which stack decodes text.
+    """
     left_live: list[tuple[str, str]] = []
     reasons = {stack: not_decoder(stack) for stack in by_stack} if len(by_stack) > 1 else {}
     candidates = [stack for stack in by_stack if not reasons.get(stack)]
@@ -228,7 +235,7 @@ def _layer_of(name: str, stack_name: str) -> int:
 
 
 def _depth(routers: list[FoundRouter], modules: dict[str, nn.Module], stack_name: str) -> int | None:
-    """How long the list is that holds the layers; None where it is not a list (a pipeline stage's dict)."""
+    """Return the length of the list of layers; None if it is not a list (a pipeline stage has a dict)."""
     last = routers[-1]
     before, _, _ = last.name[len(stack_name) :].partition(f".{last.layer}.")
     layers = modules.get((stack_name + before).removeprefix("."))
@@ -237,7 +244,7 @@ def _depth(routers: list[FoundRouter], modules: dict[str, nn.Module], stack_name
 
 def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: tuple[str, ...], what: str) -> int:
     sources: list[tuple[Any, tuple[str, ...]]] = [(module, attributes), (getattr(module, "config", None), fields)]
-    sources.append((getattr(module, "experts", None), attributes))  # dbrx counts its experts there alone
+    sources.append((getattr(module, "experts", None), attributes))  # dbrx counts its experts only there
     for owner, names in sources:
         for attribute in names:
             value = getattr(owner, attribute, None)
@@ -247,7 +254,7 @@ def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: t
 
 
 def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
-    """One module that serves two layers is called twice in a pass, and its calls do not say for which layer."""
+    """Raise ReplayError if two layers share one router module: its calls do not show which layer made them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     layers: dict[int, set[int]] = {id(router.module): set() for router in routers}
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""One record per MoE family of transformers, and how a record is found. docs/adding_a_family.md says how to add one."""
+"""Hold one record per MoE family of transformers, and the lookups. docs/adding_a_family.md says how to add one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MASKS, _FOUR_ROWS = Packing(Borders.MASKS), Packing(Borders.FOUR_ROWS)
 _STATE = Packing(None, "carries state along the sequence by recurrence or convolution")
 _INDEX = Packing(None, "its attention picks keys by an index over the whole row")
 _ENCODER_DECODER = Packing(None, "an encoder-decoder")
-# Where `torch.compile(fullgraph=True)` fails on the plain model too, with no replay near (transformers 5.19, torch
-# 2.13 on a CPU, experts_implementation="batched_mm"). Everywhere else the replayed model compiles, and not again
-# for new routes.
+# Reasons why `torch.compile(fullgraph=True)` fails even on the plain model, without replay (transformers 5.19, torch
+# 2.13 on a CPU, experts_implementation="batched_mm"). In all other families the replayed model compiles, and new
+# routes do not recompile it.
 _LOOP = "no: the plain model loops over the experts that were hit"
 _STRIDES = "no: the plain model's backward fails under aot_eager (a view in softplus_backward); its forward compiles"
 _HOLDER = Where(parent=True, method="route_tokens_to_experts")
@@ -23,7 +23,7 @@ _DROPS = "tokens over an expert's capacity are dropped as in a live pass"
 
 
 def _tried(name: str, **differs: Any) -> Family:
-    """A family with a tiny model in tests/replay/tiny.py: the tests replay, pack, compile and checkpoint it."""
+    """Return a family with a tiny model in tests/replay/tiny.py; the tests replay, pack, compile and checkpoint it."""
     usual: dict[str, Any] = {
         "config": ConfigRules(),
         "replay": YES,
@@ -74,7 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         "ernie4_5_vl_moe",
         model_types=("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl"),
         config=_ONE_DENSE,
-        where={"Ernie4_5_VLMoeMoeBlock": Where(child="text_moe.gate")},  # its vision_moe routes images by themselves
+        where={"Ernie4_5_VLMoeMoeBlock": Where(child="text_moe.gate")},  # its vision_moe routes images separately
         packing=_FOUR_ROWS,
         note="text experts; a pass with image tokens in it is refused",
     ),
@@ -100,7 +100,7 @@ FAMILIES: tuple[Family, ...] = (
         "jetmoe",
         classes=("JetMoeTopKGating",),
         config=ConfigRules(routers_per_layer=2),
-        where={"JetMoeAttention": Where(skip=True)},  # its JetMoeTopKGating is named too
+        where={"JetMoeAttention": Where(skip=True)},  # its JetMoeTopKGating is also named
         checkpointing="not offered by transformers; replay works where a layer is checkpointed by hand",
         note="two routers a layer: attention, then MLP",
     ),
@@ -197,27 +197,27 @@ _WHERE = {key: where for family in FAMILIES for key, where in family.where.items
 
 
 def by_folder(folder: str) -> Family:
-    """The family of a folder of transformers.models; UNKNOWN where it has no record, as in all lookups."""
+    """Return the family of a folder of transformers.models; UNKNOWN if it has no record, as in all lookups."""
     return _BY_FOLDER.get(folder, UNKNOWN)
 
 
 def by_model_type(model_type: str | None) -> Family:
-    """The family whose text decoder has configs of this model type."""
+    """Return the family whose text decoder has configs of this model type."""
     return _BY_MODEL_TYPE.get(model_type or "", UNKNOWN)
 
 
 def by_class(cls: type) -> Family:
-    """The family of a module's class, or of the nearest class it inherits from: FSDP2 and others make subclasses."""
+    """Return the family of a module's class or of its nearest known base class: FSDP2 and others make subclasses."""
     found = (_BY_CLASS.get(base.__name__) or _BY_FOLDER.get(folder_of(base)) for base in cls.__mro__)
     return next((family for family in found if family is not None), UNKNOWN)
 
 
 def where_router(class_name: str) -> Where:
-    """How to get from the class that transformers names as the router to the module that chooses."""
+    """Return how to find the module that chooses, given the class that transformers names as the router."""
     return _WHERE.get(class_name, Where())
 
 
 def folder_of(cls: type) -> str:
-    """The folder of transformers.models that a class comes from; empty where it comes from elsewhere."""
+    """Return the folder of transformers.models that defines a class; empty if it is defined elsewhere."""
     before, _, folder = cls.__module__.partition("transformers.models.")
     return "" if before else folder.partition(".")[0]

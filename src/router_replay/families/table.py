@@ -1,10 +1,10 @@
-"""The table behind `router-replay families`: every MoE family of transformers, and what replay covers in it.
+"""Build the table of `router-replay families`: every MoE family of transformers, and what replay supports in it.
 
 Rows are made from the installed transformers' source and the records of the families. tests/replay/test_families.py
-holds the records against tiny models of all of them; a family without a record is "not tried".
+checks the records with tiny models of all families; a family without a record is "not tried".
 
-No family of transformers 5.19 counts tokens per expert to move a bias, so there is no counter that replay could
-feed or starve. Load-balancing losses are computed from the live logits by a top-k of their own.
+No family of transformers 5.19 counts tokens per expert to adjust a bias, so there is no counter that replay could
+distort. Load-balancing losses are computed from the live logits by a top-k of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Row:
     family: str
     router: str  # the class whose choice is replayed
     choice: str
-    replay: str  # "yes", "not tried", or why not; so are the next three
+    replay: str  # "yes", "not tried", or why not; the next three fields likewise
     checkpointing: str
     compiles: str
     packing: str  # are packed sequences kept apart?
@@ -33,7 +33,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """One row per family, by name."""
+    """Return one row per family, sorted by name."""
     found = []
     for file in sorted(_models().glob("*/modeling_*.py")):
         source = file.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def rows() -> list[Row]:
 
 
 def families_table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown. Raises ReplayError if transformers is not installed."""
     head = ("family", "router", "choice", "replay", "checkpointing", "fullgraph", "packing", "aux loss sees", "note")
     lines = [dataclasses.astuple(row) for row in rows()]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *lines))

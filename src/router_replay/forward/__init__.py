@@ -1,4 +1,4 @@
-"""A packed batch through a transformers model: log-probs, sequences kept apart, sequence parallelism."""
+"""Run a packed batch through a transformers model: log-probs, separated sequences, sequence parallelism."""
 
 from router_replay.forward.logprobs import logprobs as logprobs
 from router_replay.forward.ulysses import Ulysses as Ulysses

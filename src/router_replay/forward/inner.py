@@ -1,7 +1,7 @@
-"""The transformers model inside a wrapper: torch.compile, DDP, FSDP, PEFT, or any module that holds one.
+"""Find the transformers model inside a wrapper: torch.compile, DDP, FSDP, PEFT, or any module that holds one.
 
-What a family needs is a property of the model inside, and so are its config and its output matrix. The wrapper
-is what is called, so that its own hooks run.
+The family, the config and the output matrix are properties of the inner model. Calls go to the wrapper, so that
+its own hooks run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from router_replay.families.from_modules import not_decoder
 
 
 def inner_model(model: Any) -> Any:
-    """The outermost transformers model in `model`; `model` itself where there is none."""
+    """Return the outermost transformers model in `model`, or `model` itself if there is none.
+
+    Raises ReplayError if several could be the text decoder.
+    """
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
     held = dict(_outermost(model, ""))
@@ -31,7 +34,7 @@ def inner_model(model: Any) -> Any:
 
 
 def decoder_of(model: Any) -> PreTrainedModel | None:
-    """The transformers model that embeds and decodes the text, for example `GptOssModel`; None where there is none."""
+    """Return the transformers model that embeds and decodes the text, such as `GptOssModel`; None if there is none."""
     inner = inner_model(model)
     if not isinstance(inner, PreTrainedModel):
         return None
@@ -41,7 +44,7 @@ def decoder_of(model: Any) -> PreTrainedModel | None:
         return None
     models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
     holders = [module for module in models if any(part is embedding for part in module.modules())]
-    return holders[-1] if holders else None  # modules() gives the outer ones first
+    return holders[-1] if holders else None  # modules() yields outer modules first
 
 
 def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,8 +1,8 @@
-"""logprobs: what the model thinks of every label of a packed batch, without the logits of all of it.
+"""logprobs computes the log-prob of every label of a packed batch without storing all logits.
 
-The model runs through its own `forward` (so FSDP2, tensor parallel and checkpointing hooks all fire);
-only its output matrix is asked for something else: instead of [T, V] logits it gives the log-probs of
-the labels, computed piece by piece over the vocabulary.
+The model runs through its own `forward` (so FSDP2, tensor parallel and checkpointing hooks all fire).
+Only its output matrix is replaced: instead of [T, V] logits it computes the log-probs of the labels,
+piece by piece over the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ def logprobs(
     vocabulary_piece: int = 8192,
     **forward_arguments: Any,
 ) -> torch.Tensor:
-    """The log-prob of `batch.labels[i]` at slot i, float32 [slots], 0 where a slot has no label.
+    """Return the log-prob of `batch.labels[i]` at slot i, float32 [slots], and 0 where a slot has no label.
 
-    Differentiable. `model` may be wrapped (torch.compile, DDP, FSDP, PEFT). Sequences of a packed batch do not see
-    each other; a family that cannot keep them apart refuses a batch of more than one. `forward_arguments` go to the
-    model's forward. Calls from several threads on one model wait for each other.
+    The result is differentiable. `model` may be wrapped (torch.compile, DDP, FSDP, PEFT). `temperature` divides the
+    logits. `vocabulary_piece` is the number of vocabulary entries whose logits exist at one time. `forward_arguments`
+    are passed to the model's forward.
+
+    Sequences of a packed batch do not attend to each other; ReplayError is raised for a batch of several sequences
+    if the family cannot keep them apart. It is also raised if the model changes its logits in an unknown way, has no
+    usable output matrix, or a label is outside the vocabulary. Calls from several threads on one model run one at a
+    time.
     """
     _refuse_numbers(temperature, vocabulary_piece)
     inner = inner_model(model)
@@ -60,13 +65,13 @@ def logprobs(
     _refuse_labels(tensors.labels, task.vocabulary)
     found_T = task.found[0]
     labelled_T = (tensors.labels != NO_LABEL).to(found_T.device)
-    # Zeros that come out of the model: DDP and FSDP start their part of backward at what the forward returned.
+    # These zeros come from the model's output: DDP and FSDP start their part of backward at the forward's output.
     zero_T = logits.reshape(len(found_T), -1)[:, PROBES.index(0.0)].float()
     return torch.where(labelled_T, found_T, zero_T)
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """How this model treats its logits, by the three fields that transformers' families use."""
+    """Return how the model transforms its logits, from the three config fields that transformers uses for it."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
     if getattr(text, "logits_scaling", None):
@@ -94,7 +99,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _refuse_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
-    """A label that no token has would get a number that looks like a log-prob."""
+    """Raise ReplayError for a label outside the vocabulary: its result would look like a log-prob."""
     wrong_T = ((labels_T < 0) & (labels_T != NO_LABEL)) | (labels_T >= vocabulary)
     if wrong_T.any():
         slot = int(wrong_T.nonzero()[0])

@@ -1,7 +1,7 @@
-"""A model's output matrix is asked for log-probs of the labels, and gives no logits while the `with` block is open.
+"""Replace a model's output matrix inside a `with` block, so that it computes log-probs of the labels and no logits.
 
-The model runs through its own code, and through that of its wrappers: only the innermost matrix product is another.
-What the model gets in place of logits are four known numbers per token, which show what it does to its logits.
+The model and its wrappers run their own code; only the innermost matrix product is replaced. In place of logits
+the model gets four known numbers per token (the probes), which show how it transforms its logits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from router_replay.forward.vocabulary import LogitRule, TokenLogprobs
 
 PROBES = (-3.0, 0.0, 0.5, 20.0)
 
-_BUSY: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # head -> the thread that has it
+_BUSY: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # head -> the thread that uses it
 _CHANGED = threading.Condition()
 
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """What is asked of the output matrix in one forward pass, and what it gave."""
+    """Holds the inputs for the output matrix in one forward pass, and its results `found` and `vocabulary`."""
 
     labels_T: torch.Tensor
     rule: LogitRule
@@ -41,9 +41,12 @@ class Task:
 
 @contextlib.contextmanager
 def head_gives_logprobs(model: Any, task: Task) -> Iterator[None]:
-    """In this block a forward pass of `model`, in this thread, puts the log-probs of the labels into `task.found`."""
+    """Make a forward pass of `model` in this block and thread append the log-probs of the labels to `task.found`.
+
+    Raises ReplayError if the model has no output matrix or it is not an nn.Linear.
+    """
     head = _head_of(model)
-    # A wrapper around the matrix (PEFT, FSDP) may hold several. Which one it uses is seen when it calls it.
+    # A wrapper around the matrix (PEFT, FSDP) may hold several. The one in use is known only when it is called.
     matrices = [part for part in head.modules() if isinstance(part, nn.Linear) and _is_plain(part)]
     if not matrices:
         raise ReplayError(
@@ -64,13 +67,13 @@ def _head_of(model: Any) -> nn.Module:
 
 
 def _is_plain(matrix: nn.Linear) -> bool:
-    """A quantized matrix is a subclass with a forward of its own, and its weight is not the matrix."""
+    """Return False for a quantized matrix: a subclass with its own forward, whose weight is not the matrix."""
     return type(matrix).forward is nn.Linear.forward
 
 
 @contextlib.contextmanager
 def _alone(head: nn.Module, name: str) -> Iterator[None]:
-    """One call at a time has the head; another thread's waits."""
+    """Lock the head for one call; calls from other threads wait."""
     thread = threading.get_ident()
     with _CHANGED:
         if _BUSY.get(head) == thread:
@@ -87,9 +90,9 @@ def _alone(head: nn.Module, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(matrix: nn.Linear, task: Task, head: str) -> Iterator[None]:
-    # accelerate's hooks (offloading) set a forward that calls this attribute, and bring the weight before.
+    # accelerate's hooks (offloading) set a forward that loads the weight and then calls this attribute.
     attribute = "_old_forward" if hasattr(matrix, "_hf_hook") else "forward"
-    before = vars(matrix).get(attribute)  # tensor parallelism sets one; with the whole matrix it is not needed
+    before = vars(matrix).get(attribute)  # set by tensor parallelism; not needed with the whole matrix
     try:
         setattr(matrix, attribute, _forward_of(matrix, task, head, before))
         yield
@@ -122,7 +125,7 @@ def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callab
         found_T = TokenLogprobs.apply(hidden_TH, weight, bias, labels_T, task.rule, task.temperature, task.piece)
         task.found.append(found_T)
         task.vocabulary = len(weight)
-        # The probes, tied to the log-probs by the graph: DDP and FSDP look there for the parameters in use.
+        # The graph links the probes to the log-probs: DDP and FSDP search it for the parameters in use.
         tie = found_T.to(hidden.dtype).reshape(*hidden.shape[:-1], 1)
         return torch.where(torch.zeros_like(tie, dtype=torch.bool), tie, hidden.new_tensor(PROBES))
 
@@ -130,5 +133,5 @@ def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callab
 
 
 def _whole(weight: torch.Tensor | None) -> Any:
-    """A sharded output matrix (tensor parallel) is gathered, its gradient scattered."""
+    """Gather a sharded output matrix (tensor parallel); backward scatters its gradient."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[union-attr]

@@ -1,8 +1,9 @@
-"""Packed sequences must not see each other: give each family what it needs for that, or refuse.
+"""Build the arguments that keep packed sequences from attending to each other, or refuse the model.
 
-Most of transformers reads the borders off position ids that start anew. Some families build their masks without them,
-which mixes sequences in silence; some carry state along the sequence by other means than attention. The record of a
-family says which, and tests/forward/test_packing.py holds every family against one sequence at a time.
+Most models of transformers detect the borders from position ids that restart at 0. Some families build their masks
+without position ids, which silently mixes sequences; some carry state along the sequence by other means than
+attention. The record of a family says which, and tests/forward/test_packing.py compares every family with runs of one
+sequence at a time.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from router_replay.errors import ReplayError
 from router_replay.families import Borders, by_folder, folder_of
 from router_replay.forward.inner import decoder_of, inner_model
 
-# What a layer may be for packing to be safe; any other kind is refused, also in families that are not listed.
+# The kinds of layer for which packing is safe; any other kind is refused, also in families without a record.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def why_not_packed(model: Any) -> str:
-    """Why this model must be given one sequence at a time; empty where it may get several."""
+    """Return why this model must be given one sequence at a time; empty if packed sequences are safe."""
     return _why_not_packed(decoder_of(model))
 
 
 def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
-    """`input_ids`, `position_ids` and, where the family needs one, a mask; ReplayError where it would be wrong."""
+    """Return `input_ids`, `position_ids` and, if the family needs one, a mask.
+
+    Raises ReplayError if the model cannot keep packed sequences apart.
+    """
     arguments: dict[str, Any] = {"input_ids": token_ids_1T, "position_ids": position_ids_1T}
     if not is_packed(position_ids_1T):
         return arguments
@@ -48,22 +52,22 @@ def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: to
 
 
 def is_packed(position_ids_1T: torch.Tensor) -> bool:
-    """Does a sequence start after the first slot? A piece of a batch may begin in the middle of one."""
+    """Return whether a sequence starts after the first slot. A piece of a batch may begin inside a sequence."""
     return bool((position_ids_1T[:, 1:] == 0).any())
 
 
 @contextlib.contextmanager
 def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """In this block a pass raises ReplayError where a wrapper drops what keeps packed sequences apart.
+    """Make passes in this block raise ReplayError if a wrapper drops the arguments that keep sequences apart.
 
-    Compiled code is not looked into: it passes on what the same wrapper passes on uncompiled.
+    Compiled code is not checked: it passes the same arguments as the same wrapper does uncompiled.
     """
     positions = arguments["position_ids"]
     if not is_packed(positions.reshape(-1, positions.shape[-1])[:1]):
         yield
         return
     decoder = decoder_of(model)
-    assert decoder is not None  # packed_arguments refused it
+    assert decoder is not None  # packed_arguments raises if it is None
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -93,10 +97,10 @@ def _arrived(given: Any, got: Any) -> bool:
 
 
 def _folder(decoder: Any) -> str:
-    """The transformers folder that the decoder's class comes from; empty where it comes from elsewhere.
+    """Return the transformers folder that defines the decoder's class; empty if transformers does not define it.
 
-    A subclass that somebody else wrote is from elsewhere, since its attention may be new. FSDP2 puts a subclass of
-    its own in front of a module's class; that one is passed over.
+    The result is empty also for a third-party subclass, since its attention may differ. The subclass that FSDP2
+    puts in front of a module's class is skipped.
     """
     return folder_of(next(cls for cls in type(decoder).__mro__ if not cls.__module__.startswith("torch.")))
 
@@ -114,7 +118,7 @@ def _why_not_packed(decoder: Any) -> str:
 
 
 def _masks(decoder: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
-    shape = (*token_ids_1T.shape, 1)  # only its shape, dtype and device are looked at
+    shape = (*token_ids_1T.shape, 1)  # only its shape, dtype and device are used
     arguments = {
         "config": decoder.config,
         "inputs_embeds": torch.empty(shape, dtype=_dtype(decoder), device=token_ids_1T.device),
@@ -129,6 +133,6 @@ def _masks(decoder: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tens
 
 
 def _dtype(decoder: Any) -> torch.dtype:
-    """FSDP1 with flat parameters leaves none in the decoder; then its config says the dtype."""
+    """Return the dtype of the decoder's parameters, or of its config if FSDP1 (flat parameters) leaves none in it."""
     found = next((parameter.dtype for parameter in decoder.parameters() if parameter.is_floating_point()), None)
     return found or decoder.config.dtype or torch.get_default_dtype()

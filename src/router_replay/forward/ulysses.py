@@ -1,8 +1,8 @@
-"""Ulysses sequence parallelism: each rank holds a piece of the sequence, attention sees all of it.
+"""Ulysses implements sequence parallelism: each rank holds a piece of the sequence, attention sees all of it.
 
-Around attention, an all-to-all trades sequence for heads: [H, T / P] becomes [H / P, T] and back. The
-function is registered through transformers' attention interface; its state travels with the call, as
-the `ulysses` argument of the model's forward.
+Around attention, an all-to-all exchanges the split over the sequence for a split over heads: [H, T / P] becomes
+[H / P, T] and back. The function is registered through transformers' attention interface; its state is passed with
+the call, as the `ulysses` argument of the model's forward.
 
     ulysses = Ulysses(model, group)
     local = batch.shard(rank, size).to_torch()
@@ -29,9 +29,9 @@ NAME = "router_replay_ulysses"
 
 
 class _Call:
-    """One forward pass: the group, where the sequences lie, and how often attention was asked.
+    """Holds the state of one forward pass: the group, the sequence boundaries, and the number of attention calls.
 
-    No dataclass: FSDP2 copies the dataclasses among a forward's arguments, and the count would be the copy's.
+    It is not a dataclass: FSDP2 copies dataclasses among a forward's arguments, and the copy would be counted up.
     """
 
     def __init__(self, group: Any, boundaries: list[int]) -> None:
@@ -41,7 +41,10 @@ class _Call:
 
 
 class Ulysses:
-    """Makes a model's attention sequence parallel over `group`. Refuses what would be silently wrong."""
+    """Makes a model's attention sequence parallel over the process group `group`.
+
+    Raises ReplayError for a model on which that would be silently wrong.
+    """
 
     def __init__(self, model: Any, group: Any = None) -> None:
         from transformers import AttentionInterface
@@ -69,7 +72,10 @@ class Ulysses:
         inner.set_attn_implementation(NAME)
 
     def arguments(self, batch: Batch | TensorBatch) -> dict[str, Any]:
-        """What to pass to the model's forward beside this rank's tokens. `batch` is the whole or a shard."""
+        """Return the arguments for the model's forward besides this rank's tokens.
+
+        `batch` is the whole batch or a shard. Raises ReplayError if it has several bins.
+        """
         if isinstance(batch, Batch) and batch.num_bins != 1:
             raise ReplayError(
                 f"sequence parallel runs one bin at a time, this batch has {batch.num_bins}: use batch.bins()"
@@ -77,7 +83,10 @@ class Ulysses:
         return {"ulysses": _Call(self.group, batch.cu_seqlens.tolist())}
 
     def check(self, arguments: dict[str, Any]) -> None:
-        """After a forward: every layer's attention went through here, none worked on its piece alone."""
+        """Raise ReplayError if a layer of the finished forward did not use the sequence-parallel attention.
+
+        `arguments` are those that the forward was given.
+        """
         calls = arguments["ulysses"].attention_calls
         if calls < self._layers:
             raise ReplayError(
@@ -86,7 +95,7 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """all_to_all_single along dimension 0; its gradient is itself."""
+    """Runs all_to_all_single along dimension 0; its gradient is the same operation."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -101,7 +110,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def heads_for_sequence(tensor_HtD: torch.Tensor, group: Any) -> torch.Tensor:
-    """[H, T / P, D] on each rank becomes [H / P, T, D]."""
+    """Convert [H, T / P, D] on each rank to [H / P, T, D]."""
     ranks = dist.get_world_size(group)
     heads, length, size = tensor_HtD.shape
     traded = _AllToAll.apply(tensor_HtD.reshape(ranks, heads // ranks, length, size), group)
@@ -109,7 +118,7 @@ def heads_for_sequence(tensor_HtD: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sequence_for_heads(tensor_hTD: torch.Tensor, group: Any) -> torch.Tensor:
-    """[H / P, T, D] on each rank becomes [H, T / P, D]."""
+    """Convert [H / P, T, D] on each rank to [H, T / P, D]."""
     ranks = dist.get_world_size(group)
     heads, length, size = tensor_hTD.shape
     pieces = tensor_hTD.reshape(heads, ranks, length // ranks, size).transpose(0, 1)
@@ -130,14 +139,17 @@ def ulysses_attention(
     ulysses: _Call | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence of the bin; tensors are [1, H, T / P, D]."""
+    """Compute causal attention within each sequence of the bin; tensors are [1, H, T / P, D].
+
+    Raises ReplayError without `ulysses`, or with a mask, a soft cap, dropout or more than one bin.
+    """
     if ulysses is None:
         raise ReplayError("this model's attention is sequence parallel: call it with **ulysses.arguments(batch)")
     if attention_mask is not None or softcap is not None or dropout or len(query) != 1:
         raise ReplayError("sequence-parallel attention takes one packed bin, no mask, no soft cap and no dropout")
     ulysses.attention_calls += 1
     ranks, rank = dist.get_world_size(ulysses.group), dist.get_rank(ulysses.group)
-    if key.shape[1] % ranks:  # fewer key heads than ranks: each rank needs a copy of its own
+    if key.shape[1] % ranks:  # fewer key heads than ranks: each rank needs its own copy
         key, value = (part.repeat_interleave(ranks // key.shape[1], dim=1) for part in (key, value))
     query_hTD, key_gTD, value_gTD = (heads_for_sequence(part[0], ulysses.group) for part in (query, key, value))
     groups = len(query_hTD) // len(key_gTD)

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens from hidden states, a piece of the vocabulary at a time.
+"""Compute log-probs of given tokens from hidden states, one piece of the vocabulary at a time.
 
-The logits of a long batch never exist at once: forward keeps a running log-sum-exp over pieces of
+The full logits of a long batch are never stored: forward keeps a running log-sum-exp over pieces of
 the vocabulary, backward computes each piece again. Shapes: T tokens, H hidden, V vocabulary.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class LogitRule:
-    """What a model does to its logits after the output matrix: scale, bias in the matrix, soft cap."""
+    """Describes how a model transforms the output of its output matrix, bias included: a scale, then a soft cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -24,12 +24,12 @@ class LogitRule:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def slope(self, capped: torch.Tensor) -> torch.Tensor | float:
-        """d(rule(x)) / dx, from the value that `apply` gave."""
+        """Return d(rule(x)) / dx, given `capped`, the result of `apply`."""
         return self.scale if self.softcap is None else self.scale * (1 - (capped / self.softcap) ** 2)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(rule(hidden @ weight.T + bias) / temperature)[labels], without the [T, V] logits."""
+    """Computes log softmax(rule(hidden @ weight.T + bias) / temperature)[labels], without the [T, V] logits."""
 
     @staticmethod
     def forward(

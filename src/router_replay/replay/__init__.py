@@ -1,4 +1,4 @@
-"""Routes into the routers of a transformers model, and out of them."""
+"""Replay routes in the routers of a transformers model, and record the routes that they choose."""
 
 import importlib
 import warnings
@@ -8,7 +8,7 @@ from router_replay.replay.replayer import RouterReplay as RouterReplay
 
 __all__ = ["RouterReplay"]
 
-_MOVED = ("Ulysses", "logprobs")  # to router_replay.forward; the old place works until the next release
+_MOVED = ("Ulysses", "logprobs")  # moved to router_replay.forward; the old import works until the next release
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Gradient checkpointing: a layer that is computed again in backward uses the routes of its own forward.
+"""Make a checkpointed layer that is recomputed in backward use the routes of its own forward.
 
-`checkpoint_calls` finds that out for routers that run in eager mode. A compiled layer cannot look at the call stack,
+`checkpoint_calls` finds these routes for routers in eager mode. A compiled layer cannot inspect the call stack,
 so the checkpoint functions that transformers and torch keep on modules are wrapped: the function that they checkpoint
-remembers the routes of its first call, and puts them into force when it is called again.
+remembers the routes of its first call, and makes them active when it is called again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import nn
 
 from router_replay.replay.state import State
 
-# Where a module keeps its checkpoint function: transformers' layers, and torch's checkpoint_wrapper.
+# The attributes in which a module keeps its checkpoint function: transformers' layers, and torch's checkpoint_wrapper.
 ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def contexts(state: State) -> Contexts:
-    """What `context_fn` must return: nothing for the forward, this forward's routes for its recompute."""
+    """Return the pair of contexts for `context_fn`: none for the forward, the forward's routes for its recompute."""
     plan, _ = state.decide()
     return contextlib.nullcontext(), state.recompute(plan)
 
 
 class Remembering:
-    """A module's checkpoint function whose recompute uses the routes of its forward.
+    """Wraps a module's checkpoint function so that the recompute uses the routes of its forward.
 
     A deepcopy or a pickle of the module holds the plain function.
     """
@@ -53,7 +53,7 @@ class Remembering:
 
 
 class CalledTwice:
-    """A checkpointed function. Every call after the first one is a recompute."""
+    """Wraps a checkpointed function and treats every call after the first as a recompute."""
 
     def __init__(self, state: State, function: Callable[..., Any]) -> None:
         self.state = state
@@ -70,7 +70,10 @@ class CalledTwice:
 
 
 def remember(model: nn.Module, state: State) -> None:
-    """Wrap every checkpoint function in the model that is not wrapped yet. Checkpointing may come on at any time."""
+    """Wrap every checkpoint function in the model that is not wrapped yet.
+
+    This is called for each block, since checkpointing may be enabled at any time.
+    """
     for module in model.modules():
         for attribute in ATTRIBUTES:
             function = module.__dict__.get(attribute)

@@ -1,11 +1,11 @@
-"""Which checkpoint a router call runs in, and whether that is the checkpoint's forward or its recompute.
+"""Find the checkpoint that a router call runs in, and whether it is the checkpoint's forward or its recompute.
 
 torch calls a checkpointed function twice and tells neither call which one it is. Both calls have a Python object of
 the checkpoint on their call stack, though: the `ctx` of an autograd Function (reentrant checkpoints, and those of
-DeepSpeed, Megatron and others), or torch's `_CheckpointFrame` (non-reentrant ones). The same object stands in the
-forward and in the recompute, and dies with the graph. So it tells which forward a recompute belongs to.
+DeepSpeed, Megatron and others), or torch's `_CheckpointFrame` (non-reentrant ones). The same object is on the
+stack in the forward and in the recompute, and is freed with the graph. So it maps a recompute to its forward.
 
-The names looked for are torch's own, not public ones. Where they are not found, State.decide raises in a recompute.
+The names that are looked up are private to torch. If they are not found, State.decide raises in a recompute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE = torch.utils.checkpoint.__file__
 
 
 def surrounding_checkpoints() -> tuple[list[Any], Any]:
-    """The checkpoints whose forward this call is in, and the innermost one that is being recomputed, or None."""
+    """Return the checkpoints whose forward runs this call, and the innermost one being recomputed, or None."""
     entered: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -41,14 +41,14 @@ def surrounding_checkpoints() -> tuple[list[Any], Any]:
 
 
 class _NotFound:
-    """Stands for a checkpoint whose object could not be found: no forward is ever remembered under it."""
+    """Represents a checkpoint whose object could not be found; no forward is ever stored under it."""
 
 
 _NOT_FOUND = _NotFound()
 
 
 def _non_reentrant_forward(frame: FrameType) -> Any:
-    """torch.utils.checkpoint.checkpoint drives a generator, which holds the frame object; None in a reentrant one."""
+    """Return the frame object from the generator of torch.utils.checkpoint.checkpoint; None in a reentrant one."""
     generator = frame.f_locals.get("gen")
     if generator is None or generator.gi_frame is None:
         return None

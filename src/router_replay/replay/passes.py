@@ -1,7 +1,7 @@
-"""Watch each forward pass of the decoder: right number of tokens before it, every router used after it.
+"""Watch checks the number of tokens before each forward pass of the decoder, and the use of every router after it.
 
-A fused kernel that never calls the router, or a router that chooses in another way than it did when this was
-written, would make replay do nothing. So each pass under replay or record ends with a look at every router.
+Replay would have no effect if a fused kernel never called the router, or if a router chose by an operation that
+this package does not know. So each pass under replay or record ends with a check of every router.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds")
 
 
 class Watch(Wrapper):
-    """The wrapper on the decoder stack: one call is one forward pass."""
+    """Wraps the decoder stack; one call is one forward pass."""
 
     def __init__(self, name: str, stack: nn.Module, state: State, sites: Sequence[Site]) -> None:
         super().__init__(name, stack)
@@ -52,7 +52,7 @@ class Watch(Wrapper):
         return out
 
     def _before(self, args: Any, kwargs: Any) -> int | None:
-        """Refuse a pass that the routes do not fit; the number of its tokens, where they can be counted."""
+        """Return the number of tokens of the pass, None if unknown; raise ReplayError if the routes do not fit it."""
         state = self.state
         if torch.compiler.is_compiling():
             if not state.opened_here():
@@ -91,7 +91,10 @@ class Watch(Wrapper):
             state.plan.compiled_passes.add_(1)
 
     def _check_recording(self, recording: Recording, rows: int) -> None:
-        """A family that routes some tokens elsewhere (ernie4_5_vl_moe: images) would leave rows that fit no token."""
+        """Raise ReplayError if a router did not get all tokens of the pass.
+
+        A family that routes some tokens elsewhere (ernie4_5_vl_moe: images) would record rows that match no token.
+        """
         for site in self.sites:
             got = len(recording.pieces[site.column][-1])
             if got != rows:
@@ -113,7 +116,7 @@ def _check_rows(plan: Plan, rows: int, device: torch.device) -> None:
 
 
 def _check_cache(plan: Plan, cache: Any) -> None:
-    """The first row belongs to the first token behind the cache."""
+    """Raise ReplayError unless the first row belongs to the first token after the cache."""
     if cache is None:
         return
     if not hasattr(cache, "get_seq_length"):
@@ -132,7 +135,10 @@ def _check_cache(plan: Plan, cache: Any) -> None:
 
 
 def _tokens(args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that says how many tokens this pass has, [batch, sequence, ...]; None: each router still counts."""
+    """Return the tensor that gives the number of tokens of this pass, [batch, sequence, ...].
+
+    None means it was not found; each router still checks the number of its rows.
+    """
     for name in TOKENS:
         if isinstance(kwargs.get(name), Tensor):
             return kwargs[name]

@@ -1,4 +1,4 @@
-"""What `RouterReplay.replay` takes: routes on the host or on a device, a batch that holds them, or a recording."""
+"""Define the inputs of `RouterReplay.replay`: routes on the host or a device, a batch with routes, or a recording."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ Rows: TypeAlias = Routes | TensorRoutes
 
 
 class Recorded:
-    """The routes of the passes of a record block: rows in token order, one pass after the other."""
+    """Holds the routes of the passes of a record block: rows in token order, one pass after the other."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
     @property
     def tensors(self) -> TensorRoutes:
-        """On the model's device, in the narrow dtype: what `replay` takes without a round trip to the host."""
+        """The routes on the model's device, in the narrow dtype; `replay` uses them without a copy to the host.
+
+        Raises ReplayError if no complete forward pass ran in the block.
+        """
         pieces = self._recording.pieces
         rows = [sum(len(piece) for piece in column) for column in pieces]
         if not all(rows) or len(set(rows)) != 1:
@@ -41,7 +44,7 @@ class Recorded:
 
 
 class HoldsRoutes(Protocol):
-    """A batch. Where it has a `label_mask` too, no row that bears loss may be missing."""
+    """Describes a batch with routes. If it also has a `label_mask`, no row that bears loss may be missing."""
 
     @property
     def routes(self) -> Rows | None: ...
@@ -51,7 +54,10 @@ Replayable: TypeAlias = Routes | TensorRoutes | Recorded | HoldsRoutes
 
 
 def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows, Any, Any]:
-    """The rows of `source`, which of them bear loss, and which predict nothing: as given, or as the batch says."""
+    """Return the rows of `source`, the mask of rows that bear loss, and the mask of rows that predict nothing.
+
+    `loss_mask` and `idle` take precedence over the masks of a batch. Raises ReplayError if `source` has no routes.
+    """
     rows: Any = source
     if isinstance(source, Recorded):
         rows = source.tensors
@@ -68,7 +74,7 @@ def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows,
 
 
 def on_device(source: Replayable, rows: Rows, device: Any) -> TensorRoutes:
-    """The rows as tensors: those that a LocalBatch has on the device already, else a copy there."""
+    """Return the rows as tensors: those that a LocalBatch already has on `device`, otherwise a copy there."""
     if isinstance(rows, TensorRoutes):
         return rows
     kept = source.to_torch(device).routes if isinstance(source, LocalBatch) else None
@@ -76,7 +82,10 @@ def on_device(source: Replayable, rows: Rows, device: Any) -> TensorRoutes:
 
 
 def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
-    """How many rows are replayed, and how many are live and not idle; tensors where only the device knows."""
+    """Return the number of replayed rows, and of rows that are live and not idle.
+
+    The counts are tensors if `rows` are on a device, to avoid a synchronization.
+    """
     if rows.all_captured:
         return len(rows), 0
     captured_T = rows.captured if isinstance(rows, TensorRoutes) else torch.from_numpy(rows.captured.copy())
@@ -91,7 +100,7 @@ def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
 
 
 def refuse_missing(rows: Rows, loss_mask: Any) -> None:
-    """Raise where a row that bears loss is missing."""
+    """Raise ReplayError if a row that bears loss is missing."""
     if rows.all_captured:
         return
     captured = rows.captured.cpu().numpy() if isinstance(rows, TensorRoutes) else rows.captured

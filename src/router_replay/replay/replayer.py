@@ -1,4 +1,4 @@
-"""RouterReplay: make a transformers model use the experts that somebody else chose, and note what it chose.
+"""RouterReplay makes a transformers model use given expert choices, and records the choices it makes.
 
     replayer = RouterReplay(model)
     with replayer.replay(batch.routes):
@@ -38,10 +38,12 @@ from router_replay.spec import RouterSpec
 
 
 class RouterReplay:
-    """Replay and record in the routers of this model's text decoder, and in no other module.
+    """Replays and records routes in the routers of a model's text decoder; all other modules stay unchanged.
 
-    `spec` is read off the routers that were found; one that is passed must be the same. With `agreement`,
-    the live choice is computed beside the replayed one and their agreement counted: it costs one topk a layer.
+    `model` is a transformers model or a module that holds one. The RouterSpec is derived from its routers; a `spec`
+    that is passed must equal it, otherwise ReplayError is raised. With `agreement`, each replayed pass also computes
+    the live choice and counts how often both agree, which costs one topk per layer. ReplayError is also raised if
+    the model has no known router or already belongs to another RouterReplay.
     """
 
     def __init__(self, model: nn.Module, spec: RouterSpec | None = None, *, agreement: bool = False) -> None:
@@ -68,12 +70,12 @@ class RouterReplay:
 
     @property
     def router_names(self) -> frozenset[str]:
-        """The modules that choose experts, by their names in the model."""
+        """The names, within the model, of the modules that choose experts."""
         return frozenset(router.name for router in self._found.routers)
 
     @property
     def stats(self) -> Stats:
-        """Rows replayed and live so far. Waits for the device once."""
+        """The counts of replayed and live rows so far. Reading them synchronizes with the device once."""
         return self._counters.read()
 
     @contextlib.contextmanager
@@ -87,20 +89,25 @@ class RouterReplay:
         agreement: bool | None = None,
         start: int = 0,
     ) -> Iterator[RouterReplay]:
-        """Every forward pass in this block uses these routes, and so does its recompute in backward.
+        """Apply `routes` to every forward pass in this block, and to the recompute of that pass in backward.
 
-        `routes` are Routes, TensorRoutes, a batch that holds them, or what `record` gave; one row per token
-        of the pass. Missing rows are routed live and counted, but for those where `idle` [T] is True: padding, and
-        tokens that predict nothing. Where `loss_mask` [T] is True a missing row raises, unless `on_missing="live"`. A
-        batch brings its own `loss_mask` and `idle`.
-        `start` is the number of tokens in the key-value cache before the first row, for a sequence in chunks.
+        `routes` are Routes, TensorRoutes, a batch that holds them, or the result of `record`, with one row per token
+        of the pass. Missing rows are routed live.
+
+        `on_missing="raise"` raises ReplayError if a row is missing where `loss_mask` [T] is True; "live" allows it.
+        `idle` [T] is True for padding and for tokens that predict nothing; these are left out of the count of live
+        rows. If `routes` is a batch, `loss_mask` and `idle` default to those of the batch. `agreement` overrides the
+        setting of the constructor. `start` is the number of tokens in the key-value cache before the first row, for
+        a sequence that is run in chunks.
+
+        Yields this RouterReplay. Raises ReplayError if the routes do not fit the model or no row is captured.
         """
         if on_missing not in ("raise", "live"):
             raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
         rows, loss_mask, idle = rows_and_masks(routes, loss_mask, idle)
         self._refuse_unfit(rows, loss_mask if on_missing == "raise" else None)
         wanted = self._agreement if agreement is None else agreement
-        # FSDP1 keeps parameters flat, above the decoder. Then the pass says where it runs, and the plan moves.
+        # FSDP1 keeps flat parameters above the decoder, so the device is unknown here; the pass then moves the plan.
         tensors = on_device(routes, rows, device_of(self._found.stack) or "cpu")
         plan = Plan.of(rows, tensors, count_rows(rows, idle), agreement=wanted, start=start)
         checkpoint.remember(self._model, self._state)
@@ -109,21 +116,29 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:
-        """Note the experts that each forward pass in this block uses, live or replayed; all of a pass, or nothing."""
+        """Record the experts that each forward pass in this block uses, live or replayed.
+
+        Yields a Recorded, which holds complete passes only: a pass that fails is dropped.
+        """
         recording = Recording(self._spec)
         checkpoint.remember(self._model, self._state)
         with self._state.block(recording):
             yield Recorded(recording)
 
     def checkpoint_context(self) -> checkpoint.Contexts:
-        """A `context_fn` for torch.utils.checkpoint: the recompute uses the routes of its own forward.
+        """Return the contexts of the forward and of the recompute; pass this method to a checkpoint as `context_fn`.
 
-        Only a checkpoint around a layer that is compiled by itself needs it.
+        The recompute then uses the routes of its own forward. This is needed only for a checkpoint around a layer
+        that is compiled by itself.
         """
         return checkpoint.contexts(self._state)
 
     def detach(self) -> None:
-        """Leave the model as it was before this object was made, which then refuses further blocks."""
+        """Restore the model to its state before this object was made; later replay and record blocks raise.
+
+        Raises ReplayError if a block is open, if a replayed checkpointed forward still awaits its backward, or if
+        other code replaced a wrapped method.
+        """
         self._state.refuse_detached()
         for wrapper in self._wrappers:
             wrapper.refuse_covered()
@@ -145,7 +160,7 @@ class RouterReplay:
             text += f"; {len(found.left_live)} left live ({'; '.join(reasons)})"
         return text + ")"
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------
 
     def _refuse_unfit(self, rows: Rows, needed: Any) -> None:
         if rows.spec != self._spec:

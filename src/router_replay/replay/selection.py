@@ -1,11 +1,11 @@
-"""Answer a router's choice of experts, and leave the rest of its arithmetic alone.
+"""Override a router's choice of experts without changing the rest of its arithmetic.
 
-While a router runs inside one of these modes, the operation that chooses (`topk`, `argmax`, `max`) is
-given the recorded ids and the live scores at those ids. All that the family does with the chosen scores
+While a router runs inside one of these modes, the operation that chooses (`topk`, `argmax`, `max`) returns
+the recorded ids and the live scores at those ids. Everything the family does with the chosen scores
 afterwards (normalise, scale, cast, add a bias) happens as in a live pass, with gradients to the router.
 
-A mode lives for one call of one router. `chosen` is what the router was given: the recorded ids, the live
-choice where there were none, or a mix by row.
+A mode is used for one call of one router. `chosen` holds the ids that the router received: the recorded ids,
+the live choice if there were none, or a mix by row.
 
 Shapes: T tokens, K top-k, E experts, G groups. Leading dimensions of scores may be [T] or [batch, sequence].
 """
@@ -29,10 +29,11 @@ MAX = (torch.max, Tensor.max)
 
 
 class Selection(TorchFunctionMode):
-    """One call of a router that chooses with a single topk over all experts.
+    """Handles one call of a router that chooses with a single topk over all experts.
 
-    `ids_TK` are the recorded ids (int64), None to let the router choose. `live_T1` is True where a row has
-    none, None where every row has. With `compare`, the live choice is taken too, and kept in `live_choice`.
+    `ids_TK` are the recorded ids (int64), or None to let the router choose. `live_T1` is True for rows without
+    recorded ids; None means that every row has them. With `compare`, the live choice is also computed and kept in
+    `live_choice`.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
@@ -67,9 +68,9 @@ class Selection(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def live_indices(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """What the router would choose, where somebody wants to know.
+        """Return the ids that the router would choose, or None if they are not needed.
 
-        Without a graph: a recompute does not ask for the comparison, and must save the same tensors.
+        They are computed without a graph: a recompute does not compare, and must save the same tensors.
         """
         if not self.needs_live:
             return None
@@ -78,7 +79,10 @@ class Selection(TorchFunctionMode):
         return live if isinstance(live, Tensor) else live[1]
 
     def mix(self, ids_TK: Tensor, live: Tensor | None, scores: Tensor) -> Tensor:
-        """The recorded ids in the layout of `scores`; the live choice in rows that have none."""
+        """Return the recorded ids in the layout of `scores`, with the live choice in rows that have none.
+
+        Raises ReplayError if the number of rows differs from the number of tokens.
+        """
         leading = scores.shape[:-1]
         rows = math.prod(leading)
         if rows != ids_TK.shape[0]:
@@ -96,14 +100,15 @@ class Selection(TorchFunctionMode):
 
 
 class GroupedSelection(Selection):
-    """Groups are chosen first: the recorded experts' groups must be, or their scores are masked away.
+    """Handles a router that first chooses groups of experts.
 
-    With the recorded groups chosen, a live choice among all experts is no longer to be had in the same call.
+    The groups of the recorded experts must be chosen, otherwise the scores of these experts are masked. Once the
+    recorded groups are chosen, the same call cannot give a live choice among all experts.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in TOP_K and args[0].ndim == 2:  # the best two of each group are taken from three dimensions
+        if func in TOP_K and args[0].ndim == 2:  # the topk for the best two of each group has three dimensions
             if self._is_choice(args, kwargs):
                 return self._answer(func, args, kwargs)
             if self.ids_TK is not None and args[0].shape[-1] == self.router.num_groups:
@@ -115,13 +120,16 @@ class GroupedSelection(Selection):
         groups_TK = ids_TK // (self.router.num_experts // self.router.num_groups)
         live_groups = self.live_indices(func, args, kwargs)
         if live_groups is not None and self.live_T1 is not None:
-            width = max(groups_TK.shape[1], live_groups.shape[1])  # the mask takes an index of any width
+            width = max(groups_TK.shape[1], live_groups.shape[1])  # the groups only index a mask, so any width works
             groups_TK = torch.where(self.live_T1, _widen(live_groups, width), _widen(groups_TK, width))
         return torch.return_types.topk((scores_TG.gather(-1, groups_TK), groups_TK))
 
 
 class ArgmaxSelection(Selection):
-    """One argmax per slot, in the order of the slots. switch_transformers then asks for the same scores by max."""
+    """Handles a router that calls argmax once per slot, in slot order.
+
+    switch_transformers then reads the same scores with max.
+    """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
         super().__init__(router, ids_TK, live_T1, compare)
@@ -171,6 +179,6 @@ def _topk_arguments(args: Any, kwargs: Any) -> tuple[Tensor, int, int]:
 
 
 def _widen(groups: Tensor, width: int) -> Tensor:
-    """Repeat the first column: a mask does not mind being set twice."""
+    """Pad to `width` columns by repeating the first: setting a mask entry twice has no effect."""
     missing = width - groups.shape[1]
     return torch.cat([groups, groups[:, :1].expand(-1, missing)], dim=1) if missing else groups

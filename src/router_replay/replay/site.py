@@ -1,4 +1,4 @@
-"""Site: the wrapper on one router, which puts the routes in force into each of its calls.
+"""Site wraps one router and applies the active routes to each of its calls.
 
 Shapes: T tokens, L routed layers, K top-k.
 """
@@ -20,14 +20,14 @@ from router_replay.replay.wrapper import Wrapper
 
 
 class Site(Wrapper):
-    """The router of column `column` of the routes."""
+    """Wraps the router whose routes are column `column` of the plan and of the recordings."""
 
     def __init__(self, router: FoundRouter, column: int, state: State) -> None:
         super().__init__(router.name, router.module, router.method)
         self.router = router
         self.column = column
         self.state = state
-        self.used = False  # the choice was answered (or noted) in the pass that runs now
+        self.used = False  # True once the choice was replayed or recorded in the current pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, first_time = self.state.decide()
@@ -36,13 +36,13 @@ class Site(Wrapper):
         return self.original(*args, **kwargs) if plan is None else self._again(plan, args, kwargs)
 
     def _first_time(self, plan: Plan | None, args: Any, kwargs: Any) -> Any:
-        """A call in a forward pass: its choice is recorded, and compared with the live one where that is asked for."""
+        """Run a call of a forward pass: record its choice, and compare it with the live choice if requested."""
         self._refuse_second_call()
         compare = plan is not None and plan.agree_L is not None
         apart = compare and self.router.choice is Choice.GROUPED
         live_TK = self._live_choice(args, kwargs) if apart else None
         out, selection = self._run(plan, compare and not apart, args, kwargs)
-        if selection.chosen is not None:  # else the pass ends with an error that names the layer: `used` stays False
+        if selection.chosen is not None:  # if None, `used` stays False and Watch raises an error with the layer
             self.used = True
             for recording in self.state.recordings:
                 recording.add(self.column, selection.chosen)
@@ -51,14 +51,17 @@ class Site(Wrapper):
         return out
 
     def _again(self, plan: Plan, args: Any, kwargs: Any) -> Any:
-        """A recompute in backward: the same routes once more, neither recorded nor counted."""
+        """Run a recompute in backward with the same routes; it is neither recorded nor counted."""
         out, selection = self._run(plan, False, args, kwargs)
         if selection.chosen is None:
             raise ReplayError(f"layer {self.router.layer} chose no experts in a recompute: routes were not used")
         return out
 
     def _run(self, plan: Plan | None, compare: bool, args: Any, kwargs: Any) -> tuple[Any, Selection]:
-        """Call the router with its column of the plan; without a plan it chooses by itself, and is watched."""
+        """Call the router with its column of the plan; without a plan the router chooses and its choice is recorded.
+
+        Returns the router's output and the Selection, which holds the chosen ids.
+        """
         ids_TK = None if plan is None else plan.column(self.column)
         live_T1 = None if plan is None else plan.live_T1
         selection = ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
@@ -67,7 +70,10 @@ class Site(Wrapper):
         return out, selection
 
     def _live_choice(self, args: Any, kwargs: Any) -> Tensor | None:
-        """Call the router once more, live: grouped routers draw no numbers and change nothing in place."""
+        """Return the live choice of a second call of the router.
+
+        This is safe for grouped routers: they draw no random numbers and change nothing in place.
+        """
         with torch.no_grad():
             _, selection = self._run(None, False, args, kwargs)
         return selection.chosen

@@ -1,4 +1,4 @@
-"""The two routers whose choice is not one operation on one tensor of scores: phimoe's and doge's.
+"""Handle the two routers whose choice is not one operation on one tensor of scores: phimoe's and doge's.
 
 Shapes: T tokens, K top-k, N keys of each half (doge has N * N experts).
 """
@@ -16,12 +16,13 @@ from router_replay.replay.selection import MAX, SELECTIONS, TOP_K, Selection
 
 
 class SparseMixerSelection(Selection):
-    """phimoe fills each slot by a max over what the slots before left, and weighs it among its near rivals.
+    """Handles the router of phimoe.
 
-    A slot asks for `max` once in evaluation (threshold and choice), three times in training (threshold,
-    choice by sampling, and the best gate for its gradient estimate, which stays live). The threshold masks
-    away experts far below the best. Where that would mask the recorded expert, which would give it weight
-    zero and no gradient, the recorded expert's own score is the threshold; elsewhere the live one is.
+    It fills each slot by a max over the experts that earlier slots left, and normalises its weight over the experts
+    with a score near the best. A slot calls `max` once in evaluation (threshold and choice), and three times in
+    training (threshold, choice by sampling, and the best gate for its gradient estimate, which stays live). The
+    threshold masks experts whose score is far below the best. If that would mask the recorded expert, which would
+    give it weight zero and no gradient, the recorded expert's own score is the threshold; otherwise the live one is.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
@@ -61,16 +62,16 @@ class SparseMixerSelection(Selection):
 
 
 class ProductKeySelection(Selection):
-    """doge sorts both halves of the key, adds every pair, and takes the top of the pairs.
+    """Handles the router of doge, which sorts both halves of the key, adds every pair, and takes the topk of the pairs.
 
-    The position of a pair among the sorted halves is what its second topk returns, so recorded expert
-    x * N + y becomes (rank of x) * N + (rank of y). Ids are expert ids, as everywhere.
+    Its second topk returns the position of a pair among the sorted halves, so recorded expert x * N + y becomes
+    (rank of x) * N + (rank of y). The ids in `chosen` are expert ids, as in every Selection.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
         super().__init__(router, ids_TK, live_T1, compare)
         self.keys: int = router.module.num_keys
-        self.halves: Tensor | None = None  # [2, T, N]: which key stands at each rank
+        self.halves: Tensor | None = None  # [2, T, N]: the key at each rank
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""What is in force in a model now: the open blocks, and the routes that a recompute must use again.
+"""State tracks the open blocks of a model, and the routes that a recompute must use again.
 
-A `Plan` is the routes of one `replay` block, a `Recording` collects the choices of one `record` block. A `State`
-belongs to one RouterReplay. It lives on that object and not on a thread, since backward may run in another thread.
+A `Plan` holds the routes of one `replay` block, a `Recording` collects the choices of one `record` block. A `State`
+belongs to one RouterReplay. It is stored on that object and not per thread, since backward may run in another thread.
 
 Shapes: T tokens, L routed layers, K top-k.
 """
@@ -34,27 +34,30 @@ CANNOT_PROVE = (
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """The routes of one replay block, on the model's device in their narrow dtype.
+    """Holds the routes of one replay block, on the model's device in their narrow dtype.
 
-    `live_T1` is True where a row is missing, None where every row is there: whether a layer needs its live
-    choice is decided here, once, and not by looking at the device in each layer.
+    `live_T1` is True where a row is missing; None means that no row is missing. This decides once whether layers
+    need their live choice, so that no layer has to read from the device.
     """
 
     ids_TLK: Tensor
     live_T1: Tensor | None
-    rows_replayed: int | Tensor  # per pass; a tensor where only the device knows
+    rows_replayed: int | Tensor  # per pass; a tensor if the count is only on the device
     rows_live: int | Tensor
     start: int = 0  # how many tokens the KV cache holds before the token of the first row
-    from_host: bool = False  # came as numpy, so it goes where the pass is (offloaded parameters do not say where)
-    agree_L: Tensor | None = None  # captured rows whose set equals the live choice, summed over passes; None: not asked
+    from_host: bool = False  # came as numpy: moves to the device of the pass (unknown with offloaded parameters)
+    agree_L: Tensor | None = None  # captured rows that equal the live choice as sets, all passes; None: not requested
     passes: int = 0
-    compiled_passes: Tensor | None = None  # counted on the device: a number would be burnt into the graph
+    compiled_passes: Tensor | None = None  # counted on the device: a Python int would be a constant of the graph
 
     @classmethod
     def of(
         cls, rows: Routes | TensorRoutes, tensors: TensorRoutes, counts: tuple[Any, Any], *, agreement: bool, start: int
     ) -> Plan:
-        """The plan for rows that fit the model; `tensors` are the same rows on a device, `counts` replayed and live."""
+        """Return the plan for rows that fit the model.
+
+        `tensors` are the same rows on a device; `counts` are the numbers of replayed and of live rows.
+        """
         where = tensors.device
         return cls(
             ids_TLK=tensors.ids,
@@ -77,11 +80,11 @@ class Plan:
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
 
     def column(self, index: int) -> Tensor:
-        """The ids of one routed layer, widened here and nowhere else: [T, K] int64."""
+        """Return the ids of one routed layer, [T, K], widened to int64 only here."""
         return self.ids_TLK[:, index].long()
 
     def count_agreement(self, index: int, live_TK: Tensor | None) -> None:
-        """Add to the layer's count on the device; nothing is read back until somebody asks for the stats."""
+        """Add to the layer's agreement count on the device; it is read back only when the stats are read."""
         if self.agree_L is None or live_TK is None:
             return
         same_T = (self.column(index).unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
@@ -91,7 +94,7 @@ class Plan:
 
 
 class Recording:
-    """The choices of the passes in a record block, as narrow ids, a list of pieces per routed layer."""
+    """Collects the choices of the passes in a record block, in the narrow dtype: a list of pieces per routed layer."""
 
     def __init__(self, spec: RouterSpec) -> None:
         self.spec = spec
@@ -102,38 +105,41 @@ class Recording:
         self.pieces[column].append(chosen_TK.detach().to(self.dtype))
 
     def drop_after(self, lengths: list[int]) -> None:
-        """Forget the pieces of a pass that failed: `lengths` are the pieces per layer before it."""
+        """Drop the pieces of a pass that failed; `lengths` are the numbers of pieces per layer before it."""
         for column, length in zip(self.pieces, lengths, strict=True):
             del column[length:]
 
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """One open `replay` or `record` block."""
+    """Describes one open `replay` or `record` block."""
 
     contents: Plan | Recording
     opener: Opener
 
 
 class State:
-    """The blocks that are open on one model, innermost last, and what follows from them."""
+    """Holds the open blocks of one model, innermost last, and the plan and recordings that they make active."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.plan: Plan | None = None  # the routes in force now
+        self.plan: Plan | None = None  # the active routes
         self.recordings: tuple[Recording, ...] = ()
-        self.passing = False  # a forward pass of the decoder runs
-        self.recomputing = False  # a layer that remembers its plan runs again in backward
+        self.passing = False  # True while a forward pass of the decoder runs
+        self.recomputing = False  # True while a layer that remembers its plan is recomputed in backward
         self.detached = False
-        self.was_used = False  # a block was open at some time
-        # A compiled pass cannot ask which thread it runs in, but torch checks this attribute before it runs one.
+        self.was_used = False  # True once a block has been opened
+        # A compiled pass cannot read its thread id, but torch guards on this attribute before it runs one.
         self.here = threading.local()
-        # What the forward of each checkpoint used, as long as its graph lives.
+        # The plan that the forward of each checkpoint used, kept while its graph is alive.
         self.used: weakref.WeakKeyDictionary[Any, Plan | None] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def block(self, contents: Plan | Recording) -> Iterator[None]:
-        """Keep `contents` in force; the blocks of a model are nested, and belong to the code that opened them."""
+        """Keep `contents` active while the block is open.
+
+        Blocks must be nested and belong to the code that opened them; otherwise ReplayError is raised.
+        """
         self.refuse_detached()
         self.refuse_elsewhere("open a block")
         block = Block(contents, Opener.here())
@@ -152,7 +158,10 @@ class State:
                 )
 
     def refuse_elsewhere(self, what: str) -> None:
-        """Only the thread, task or generator that opened the innermost block may run passes or open another."""
+        """Raise ReplayError unless the caller is the thread, task or generator that opened the innermost block.
+
+        Only that one may run passes or open another block. `what` names the refused action in the message.
+        """
         reason = self.blocks[-1].opener.elsewhere(Opener.here()) if self.blocks else ""
         if reason:
             raise ReplayError(
@@ -161,11 +170,14 @@ class State:
             )
 
     def opened_here(self) -> bool:
-        """Did this thread open the innermost block? Can be asked while torch compiles."""
+        """Return whether this thread opened the innermost block. It can be called while torch compiles."""
         return getattr(self.here, "depth", 0) == len(self.blocks)
 
     def decide(self) -> tuple[Plan | None, bool]:
-        """The plan for a router call that runs now, and whether this is its first time (not a recompute)."""
+        """Return the plan for the current router call, and whether it is a forward call (not a recompute).
+
+        Raises ReplayError for a recompute if the plan of its forward is not known.
+        """
         if torch.compiler.is_compiling():
             if self.was_used and not self.passing and not self.recomputing:
                 raise ReplayError(CANNOT_PROVE)
@@ -186,14 +198,14 @@ class State:
         return plan, recomputed is None
 
     def is_recompute(self) -> bool:
-        """Is what runs now a recompute in backward?"""
+        """Return whether the current call is a recompute in backward."""
         if self.recomputing or torch.compiler.is_compiling():
             return self.recomputing
         return surrounding_checkpoints()[1] is not None
 
     @contextlib.contextmanager
     def recompute(self, plan: Plan | None) -> Iterator[None]:
-        """A layer runs again in backward, under the routes of its own forward."""
+        """Make `plan`, which the forward of a layer used, active while the layer is recomputed in backward."""
         before = self.plan, self.recomputing
         self.plan, self.recomputing = plan, True
         try:
@@ -202,7 +214,7 @@ class State:
             self.plan, self.recomputing = before
 
     def detach(self) -> None:
-        """Refuse blocks from now on; raises where a block or a graph still needs the wrappers."""
+        """Refuse all later blocks. Raises ReplayError if a block or a graph still needs the wrappers."""
         if self.blocks:
             raise ReplayError("detach() inside a replay or record block: close the block first")
         if any(plan is not None for plan in self.used.values()):
@@ -226,5 +238,5 @@ class State:
 
 
 def in_backward() -> bool:
-    """Does a backward pass run in this thread?"""
+    """Return whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""What a RouterReplay has done so far: the proof that replay was on."""
+"""Stats counts what a RouterReplay has done so far, as evidence that replay was active."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router_replay.replay.state import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Sums over every forward pass under replay. One entry per routed layer where there is a list.
+    """Sums the counts of all forward passes under replay. Tuples have one entry per routed layer.
 
     A pass in which a router did not use its column raises, so every layer replays the same number of rows.
-    `rows_live` counts the rows that were missing and routed live. Where the replayer knows the labels (it was given a
-    batch), rows that predict nothing do not count: padding, and the last token of each sequence, which no engine
-    forwards. `agreement` is the share of replayed rows whose set of experts is what the live router would have chosen;
-    None unless it was asked for. `rows_compared` is what it is a share of.
+    `rows_live` counts the rows that were missing and routed live. If the replayer was given a batch, it knows the
+    labels and does not count rows that predict nothing: padding, and the last token of each sequence, which no engine
+    forwards. `agreement` is the share of replayed rows whose set of experts equals the choice of the live router; it
+    is None unless it was requested. `rows_compared` is the number of rows behind that share.
     """
 
     layers: tuple[int, ...]
@@ -30,12 +30,12 @@ class Stats:
 
     @classmethod
     def live(cls, layers: tuple[int, ...], rows: int) -> Stats:
-        """One pass without replay, in which all `rows` were routed live."""
+        """Return the Stats of one pass without replay, in which all `rows` were routed live."""
         return cls(layers, 1, (0,) * len(layers), (rows,) * len(layers), None)
 
     @classmethod
     def compared(cls, layers: tuple[int, ...], rows: int, agreement: Sequence[float]) -> Stats:
-        """A comparison of `rows` rows that was made outside a pass."""
+        """Return the Stats of a comparison of `rows` rows that was made outside a pass."""
         nothing = (0,) * len(layers)
         return cls(layers, 0, nothing, nothing, tuple(agreement), rows)
 
@@ -43,7 +43,7 @@ class Stats:
         return Stats.from_counts(self.layers, [a + b for a, b in zip(self.counts(), other.counts(), strict=True)])
 
     def counts(self) -> list[int]:
-        """Whole numbers that can be added up over ranks; `from_counts` makes Stats of their sums."""
+        """Return integers that can be summed over ranks; `from_counts` converts the sums to Stats."""
         agreement = self.agreement or (0.0,) * len(self.layers)
         agreed = [round(share * self.rows_compared) for share in agreement]
         return [self.passes, self.rows_compared, *self.rows_replayed, *self.rows_live, *agreed]
@@ -57,12 +57,12 @@ class Stats:
         return cls(layers, passes, replayed, live, agreement, compared)
 
     def since(self, before: Stats) -> Stats:
-        """What was added after `before` was read: the figures of one training step."""
+        """Return the difference to the earlier Stats `before`, for example the counts of one training step."""
         return Stats.from_counts(self.layers, [a - b for a, b in zip(self.counts(), before.counts(), strict=True)])
 
 
 class Counters:
-    """Adds plans up. A sum may be a tensor that has not been computed yet; only `read` waits for the device."""
+    """Sums the counts of plans. A sum may be a tensor that is not computed yet; only `read` waits for the device."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -72,7 +72,7 @@ class Counters:
 
     @contextlib.contextmanager
     def counting(self, plan: Plan) -> Iterator[None]:
-        """Count a plan while its block is open. Afterwards keep its sums and let its routes go."""
+        """Include `plan` in the counts while its block is open, then keep only its sums and release its routes."""
         self.open.append(plan)
         try:
             yield

@@ -1,7 +1,7 @@
-"""Wrapper: a callable that stands in for one method of one module, and leaves no trace in copies of the module.
+"""Wrapper replaces one method of one module, and is absent from copies of the module.
 
-It lies in the module's own `__dict__`, where it hides the method of the class. A deepcopy or a pickle of the module
-(torch.save, mp.spawn) holds the plain method instead, so the copy routes live and loads without this package.
+It is stored in the module's own `__dict__`, where it hides the method of the class. A deepcopy or a pickle of the
+module (torch.save, mp.spawn) holds the plain method instead, so the copy routes live and loads without this package.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from router_replay.errors import ReplayError
 
 
 class Wrapper:
-    """Stands in for `module.method`. A subclass implements `__call__` and calls `self.original`."""
+    """Replaces `module.method`. A subclass implements `__call__` and calls `self.original`.
+
+    `name` is the module's name in the model, for error messages.
+    """
 
     def __init__(self, name: str, module: nn.Module, method: str = "forward") -> None:
         self.name = name
         self.module = module
         self.method = method
-        self.previous: Any = None  # a callable that somebody else put on the instance before us
+        self.previous: Any = None  # a callable that other code had set on the instance before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -39,12 +42,12 @@ class Wrapper:
             setattr(self.module, self.method, self.previous)
 
     def refuse_second(self) -> None:
-        """A module takes one wrapper: two replayers would each answer for the other's routes."""
+        """Raise ReplayError if the method is already wrapped: two replayers would override each other's routes."""
         if isinstance(self.module.__dict__.get(self.method), Wrapper):
             raise ReplayError(f"{self.name} already belongs to a RouterReplay: use it, or call its detach() first")
 
     def refuse_covered(self) -> None:
-        """Taking this wrapper out from under another one would lose that other one."""
+        """Raise ReplayError if other code replaced this wrapper: removing it would also remove the replacement."""
         now = self.module.__dict__.get(self.method)
         if now is not self:
             raise ReplayError(
@@ -52,14 +55,14 @@ class Wrapper:
             )
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module would do without this wrapper. The class is asked each time: FSDP2 changes it."""
+        """Call the method without this wrapper. It is looked up in each call, since FSDP2 changes the class."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """For inspect.signature: transformers reads the argument names of `forward`."""
+        """The wrapped method, for inspect.signature: transformers reads the argument names of `forward`."""
         return self._plain(self.module) if self.previous is None else self.previous
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:

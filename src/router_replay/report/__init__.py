@@ -1,4 +1,4 @@
-"""Runs side by side: one HTML page that opens from disk, the same numbers as JSON, and the table for a terminal."""
+"""Compare runs in one HTML page that opens from disk, in JSON with the same numbers, and in a terminal table."""
 
 from router_replay.report.page import write_report
 from router_replay.report.runs import Row, Run, as_text, comparison

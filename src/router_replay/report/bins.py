@@ -1,7 +1,7 @@
-"""Long runs in few points: neighbouring steps become one bin with its least, mean and greatest value.
+"""Reduce long runs to few points: neighbouring steps become one bin with its least, mean and greatest value.
 
 A page of 100,000 steps would be as large as the data and could not show more than its width in pixels. The least and
-the greatest value are kept, so that a single spike stays where it was and as high as it was.
+the greatest value are kept, so that a single spike keeps its position and height.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BINS = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One step, or the steps of one bin. The values are None where none of them was finite."""
+    """Holds one step, or the steps of one bin. The values are None if none of them was finite."""
 
     step: int
     low: float | None
@@ -30,27 +30,27 @@ class Point:
 
     @classmethod
     def of(cls, step: int, value: float) -> Point:
-        """One step; NaN is a value that was not finite."""
+        """Return the Point of one step; a `value` of NaN means that it was not finite."""
         return cls(step, None, None, None, 1) if math.isnan(value) else cls(step, value, value, value, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Bins of `width` steps each, the first beginning at `first`; one grid for all runs, so that they line up."""
+    """Divides steps into bins of `width`, beginning at `first`; all runs share one grid, so that their bins align."""
 
     first: int
     width: int
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[int]]) -> Grid | None:
-        """The grid for runs of these steps; None where all are short."""
+        """Return the grid for runs of these steps; None if all runs are short."""
         if max(map(len, runs), default=0) <= MOST_STEPS:
             return None
         first, last = min(map(min, filter(None, runs))), max(map(max, filter(None, runs)))
         return cls(first, -(-(last - first + 1) // BINS))
 
     def gather(self, steps: np.ndarray, values: np.ndarray) -> list[Point]:
-        """One Point per bin that has a step, in order. A bin is named by its first step, in every run alike."""
+        """Return one Point per bin that has a step, in order. The first step of a bin identifies it in every run."""
         if not len(steps):
             return []
         bins = (steps - self.first) // self.width
@@ -62,7 +62,7 @@ class Grid:
         missing = np.add.reduceat(~finite, starts, dtype=np.int64)
         means = np.add.reduceat(np.where(finite, values, 0.0), starts) / np.maximum(known, 1)
         lows, highs = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
-        means = np.clip(means, lows, highs)  # a sum rounds
+        means = np.clip(means, lows, highs)  # rounding of the sum can move the mean outside
         first_steps = self.first + bins[starts] * self.width
         columns = (array.tolist() for array in (first_steps, lows, means, highs, missing, known))
         return [

@@ -1,4 +1,7 @@
-"""Curves as inline SVG: no library, no network. Colours are classes (c0, c1, ...) that the page's style defines."""
+"""Draw curves as inline SVG, without a library or network access.
+
+Colours are classes (c0, c1, ...) that the page's style defines.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ LABEL_GAP = 12
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Which metric is drawn, and how."""
+    """Describes which metric is drawn, and how."""
 
     metric: str
     title: str
@@ -34,7 +37,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One run's curve. What was not finite is marked at the top edge. `last` is the value of the last step."""
+    """Holds one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
 
     name: str
     points: Sequence[Point]
@@ -57,7 +60,7 @@ class _Frame:
 
 
 def figure(chart: Chart, series: Sequence[Series]) -> str:
-    """The chart with its title and its legend, which shows each run's last value, or the one under the pointer."""
+    """Return the chart as HTML, with its title and a legend of each run's last value or the one under the pointer."""
     scale = ", log scale" if chart.log else ""
     keys = "".join(
         f'<span class="run"><i class="swatch c{index % COLOURS}"></i><span class="name">{html.escape(one.name)}</span>'
@@ -93,7 +96,7 @@ def _axes(frame: _Frame) -> str:
     for value, label in frame.y.ticks:
         y = frame.up(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        if y <= free_from:  # labels of a logarithmic axis can come closer than a line of text
+        if y <= free_from:  # labels of a logarithmic axis can be closer than a line of text
             parts.append(f'<text class="tick y" x="{LEFT - 8}" y="{y}">{html.escape(label)}</text>')
             free_from = y - LABEL_GAP
     for index, (value, label) in enumerate(frame.x.ticks):
@@ -121,7 +124,7 @@ def _curve(series: Series, index: int, frame: _Frame) -> str:
 
 
 def _band(stretch: Sequence[tuple[int, float, float]], style: str, frame: _Frame) -> str:
-    """From the least to the greatest value of each bin: where a spike of one step shows."""
+    """Draw the band from the least to the greatest value of each bin, which shows spikes of a single step."""
     edge = [frame.at(step, high) for step, _, high in stretch]
     edge += [frame.at(step, low) for step, low, _ in reversed(stretch)]
     return f'<path class="band {style}" d="M{_corners(edge)}Z"/>'
@@ -132,7 +135,7 @@ def _corners(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _stretches(points: Sequence[Point]) -> list[list[tuple[int, float, float, float]]]:
-    """(step, low, mean, high) of the points; the curve is broken where no value was finite."""
+    """Return the (step, low, mean, high) of the points, split into stretches where no value was finite."""
     stretches: list[list[tuple[int, float, float, float]]] = [[]]
     for point in points:
         if point.low is None or point.mean is None or point.high is None:
@@ -148,7 +151,10 @@ def _pointers(count: int) -> str:
 
 
 def _hover(chart: Chart, series: Sequence[Series], frame: _Frame) -> str:
-    """Per run and step: step, x, y (null where not finite), text. The page's script only looks these up."""
+    """Return the hover data: step, x, y (null if not finite) and text per run and step.
+
+    The page's script only looks these up.
+    """
     table = [
         [
             [

@@ -1,4 +1,4 @@
-"""One page about a few runs, self-contained, and its JSON twin with the same numbers.
+"""Write a self-contained page about a few runs, and a JSON file with the same numbers.
 
 write_report([Run("off", off), Run("r3", r3)], Path("out/report.html"), "Replay off and on", ["Seeds are equal."])
 """
@@ -36,13 +36,16 @@ CHARTS = (
     Chart("seconds/step", "Seconds per step", "all phases", "seconds", from_zero=True),
     Chart("tokens_per_second", "Tokens per second", "of the whole step", "count", from_zero=True),
 )
-# The browser itself then refuses to load anything from anywhere.
+# With this policy the browser refuses to load any other resource.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 GROUP_ENDS = ("reward_last", "agreement_mean")
 
 
 def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequence[str] = ()) -> None:
-    """Write the page to `out` and its twin beside it, with .json as the ending."""
+    """Write the page to `out`, and the JSON file to the same path with the suffix .json.
+
+    `notes` are included in both, followed by the remarks on the comparison.
+    """
     if not runs:
         raise ConfigError("a report needs one run or more, got none")
     if out.suffix == ".json":
@@ -53,7 +56,7 @@ def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequ
     twin = json.dumps(_twin(runs, rows, title, notes, grid), indent=1, allow_nan=False, ensure_ascii=False)
     page = _page(runs, rows, title, notes, grid)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair, of a damaged name, is no UTF-8; in JSON its escape is even its right spelling.
+    # A lone surrogate (from a damaged name) cannot be encoded as UTF-8; its escape is valid in JSON.
     out.with_suffix(".json").write_text(twin + "\n", encoding="utf-8", errors="backslashreplace")
     out.write_text(page, encoding="utf-8", errors="backslashreplace")
 
@@ -78,7 +81,7 @@ def _twin(
 
 
 def _steps(run: Run, grid: Grid | None) -> dict[str, Any]:
-    """All steps, or where they are many, per metric [first step, low, mean, high, steps not finite] of each bin."""
+    """Return all steps; with a grid, [first step, low, mean, high, steps not finite] of each bin per metric."""
     if grid is None:
         return {"steps": run.steps}
     bins = {name: [dataclasses.astuple(point) for point in grid.gather(*run.column(name))] for name in run.metrics}
@@ -148,7 +151,7 @@ def _head(names: Sequence[str], ratios: bool) -> str:
 
 
 def _scrolled(head: str, body: str) -> str:
-    """A table that scrolls by itself where the window is too narrow for all runs."""
+    """Return a table that scrolls separately if the window is too narrow for all runs."""
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 

@@ -1,4 +1,4 @@
-"""Reading finished or running runs, and comparing them.
+"""Read finished or running runs, and compare them.
 
 runs = [Run("off", Path("out/demo/off")), Run("r3", Path("out/demo/r3"))]
 rows = comparison(runs)
@@ -27,13 +27,13 @@ from router_replay.run_files import CONFIG_FILE, read_metrics
 LAST_STEPS = 3
 """The reward at the end is the mean over this many steps: a single step is noisy."""
 LARGEST = 1e290
-DEEPEST = 64  # levels of a config
-LONGEST_SETTING = 300  # characters of a setting that are shown
+DEEPEST = 64  # maximum nesting depth of a config
+LONGEST_SETTING = 300  # maximum number of characters shown of a setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder, under the name that the table and the charts call it by."""
+    """Names a run's folder; the table and the charts show the name."""
 
     name: str
     folder: pathlib.Path
@@ -44,7 +44,7 @@ class Run:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """What the run was started with; empty where it left no config.json."""
+        """Return the settings that the run was started with; empty if it has no config.json."""
         path = self.folder / CONFIG_FILE
         if not path.exists():
             return {}
@@ -58,9 +58,10 @@ class Run:
         return config
 
     def column(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values wherever the metric was written; NaN where it was not finite, or too large to reckon with.
+        """Return the steps that have the metric, and its values.
 
-        Sums, differences and percentages of the others stay finite.
+        A value is NaN if it was not finite or too large, so that sums, differences and percentages of the others stay
+        finite.
         """
         if metric not in self._columns:
             lines = [line for line in self.steps if metric in line]
@@ -74,13 +75,13 @@ class Run:
         return {}
 
     def values(self, metric: str) -> list[float]:
-        """Those that are finite."""
+        """Return the finite values of the metric."""
         _, values = self.column(metric)
         return values[~np.isnan(values)].tolist()
 
     @functools.cached_property
     def metrics(self) -> list[str]:
-        """The names of all metrics, in alphabetical order."""
+        """Return the names of all metrics, in alphabetical order."""
         names: set[str] = set()
         for line in self.steps:
             names.update(line)
@@ -89,9 +90,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one run comes to. None: not recorded. `ratios` are against the first run's numbers.
+    """Summarises one run. None means not recorded. `ratios` are relative to the first run's numbers.
 
-    `not_finite` counts, per metric, the steps whose value was NaN, infinite or beyond 1e290, and is in no mean here.
+    `not_finite` counts, per metric, the steps whose value was NaN, infinite or beyond 1e290; no mean includes them.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of the printed table: a field of Row, in words."""
+    """Describes one line of the printed table: a field of Row and its label."""
 
     field: str
     label: str
@@ -152,7 +153,7 @@ def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
-    """One row per run, in the order given."""
+    """Return one row per run, in the order given."""
     rows = [_row(run) for run in runs]
     return [dataclasses.replace(row, ratios=_ratios(row, rows[0])) for row in rows]
 
@@ -201,7 +202,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know before comparing: runs of other lengths, and steps that are in no mean."""
+    """Return remarks that a comparison needs: runs of different lengths, and steps that no mean includes."""
     found = []
     if len({row.steps for row in rows}) > 1:
         lengths = ", ".join(f"{row.name}: {row.steps}" for row in rows)
@@ -214,7 +215,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not alike in all runs, as (dotted name, one text per run)."""
+    """Return the settings that differ between runs, as (dotted name, one text per run)."""
     flat = [_flat(run.config) for run in runs]
     if not all(flat):
         return []
@@ -238,13 +239,13 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def cells(line: Line, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """(number, ratio) per run; the ratio is empty for the first run and where there is none."""
+    """Return (number, ratio) per run; the ratio is empty for the first run and if there is none."""
     ratios = ["", *(number(row.ratios[line.field], "ratio") if line.field in row.ratios else "" for row in rows[1:])]
     return [(number(getattr(row, line.field), line.kind), ratio) for row, ratio in zip(rows, ratios, strict=True)]
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """The table for a terminal: a line per number, a column per run, ratios against the first run beside them."""
+    """Return the table for a terminal: a line per number, a column per run, with ratios to the first run."""
     table = [["", *(text for row in rows for text in (_printable(row.name), ""))]]
     table += [[line.label, *(text for cell in cells(line, rows) for text in cell)] for line in LINES]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -258,5 +259,5 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names come from folders and files: a terminal must not take them for its commands."""
+    """Escape text for a terminal: names come from folders and files and may contain control sequences."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

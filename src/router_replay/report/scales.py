@@ -1,4 +1,4 @@
-"""Axes: where a value lies between the ends of a chart, and which round values are written beside it."""
+"""Compute axes: the position of a value between the ends of a chart, and the round values of its labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZERO_BAND = 0.14
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """`place` gives 0 at the low end and 1 at the high end; `ticks` are (value, label)."""
+    """Describes an axis: `place` returns 0 at the low end and 1 at the high end; `ticks` are (value, label)."""
 
     place: Callable[[float], float]
     ticks: tuple[tuple[float, str], ...]
@@ -27,7 +27,7 @@ def linear_scale(values: Sequence[float], kind: Kind, from_zero: bool = False, m
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     size = max(-low, high)
-    if high - low <= max(1e-9 * size, TINY):  # one value, or all alike: some air around it
+    if high - low <= max(1e-9 * size, TINY):  # one value, or all equal: add a margin
         air = 0.1 * size if size > TINY else (0.01 if kind == "share" else 1.0)
         low, high = (low if from_zero else low - air), high + air
     step = _round_step((high - low) / (most_ticks - 1))
@@ -38,7 +38,7 @@ def linear_scale(values: Sequence[float], kind: Kind, from_zero: bool = False, m
 
 
 def step_scale(steps: Sequence[int]) -> Scale:
-    """The horizontal axis. It ends with the data: no empty room after the last step."""
+    """Return the horizontal axis. It ends at the last step, without a margin."""
     low, high = min(steps), max(steps)
     if low == high:
         return Scale(lambda _: 0.5, ((low, str(low)),))
@@ -48,7 +48,10 @@ def step_scale(steps: Sequence[int]) -> Scale:
 
 
 def log_scale(values: Sequence[float]) -> Scale:
-    """For values from 0 up; 0 gets a place of its own below the decades. At least one value is above TINY."""
+    """Return a logarithmic axis for values from 0 up; 0 is placed below the decades.
+
+    At least one value must be above TINY.
+    """
     above = [value for value in values if value > TINY]
     low, high = _one_two_five(min(above), down=True), _one_two_five(max(above), down=False)
     if low == high:
@@ -64,7 +67,7 @@ def log_scale(values: Sequence[float]) -> Scale:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2, 5 times a power of ten that is not below `rough`."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(step for factor in (1, 2, 5, 10) if (step := factor * power) >= rough * (1 - 1e-9))
 
@@ -76,7 +79,7 @@ def _one_two_five(value: float, down: bool) -> float:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Powers of ten, at most six; where there are fewer than three, 2 and 5 times them as well."""
+    """Return powers of ten, at most six; if there are fewer than three, also 2 and 5 times them."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     powers = [value for exponent in range(first, last + 1) if low <= (value := float(f"1e{exponent}")) <= high]
     if len(powers) >= 3:

@@ -1,6 +1,6 @@
-"""The page's style and its one script, as text: the page carries both, so that it opens from disk without a network.
+"""Hold the page's style and its one script as text; the page includes both, so that it opens from disk offline.
 
-The colours are chosen to stay apart for readers with any common colour-blindness, on light and on dark ground.
+The colours are distinguishable with any common colour-blindness, on light and on dark backgrounds.
 """
 
 STYLE = """
