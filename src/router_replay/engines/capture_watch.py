@@ -26,7 +26,7 @@ class CaptureWatch:
 
     def check(self, completions: Sequence[Completion], spec: RouterSpec) -> None:
         """Raise EngineError if a layer has been zero for too many rows."""
-        if self._allowed or spec.top_k > 1 or spec.num_experts == 1:  # with top_k above 1, zero rows were already refused
+        if self._allowed or spec.top_k > 1 or spec.num_experts == 1:  # with top_k > 1, zero rows were refused before
             return
         for completion in completions:
             captured = completion.routes.captured

@@ -176,7 +176,7 @@ class DynamoBackend(Backend):
         return {}
 
     async def _tell(self, route: str, body: dict[str, Any]) -> None:
-        """Send a command to all workers and check the JSON answers, as a worker can report a failure with status 200."""
+        """Send a command to all workers and check the JSON answers: a worker can report a failure with status 200."""
         calls = (worker.expect("POST", f"/engine/{route}", body, patient=True) for worker in self._workers)
         answers = await asyncio.gather(*calls)
         for worker, answer in zip(self._workers, answers, strict=True):
