@@ -33,7 +33,7 @@ class Flight:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        # Names are random and of equal length, because SGLang aborts every request whose name starts with the given one.
+        # Names are random and of equal length: SGLang aborts every request whose name starts with the given one.
         self.names = [f"rr-{uuid.uuid4().hex}" for _ in range(request.sampling.n)]
         self.salt = ""  # separates KV of different weights on servers whose prefix cache supports salts
         self.version = 0  # the policy version that the request started with

@@ -1,10 +1,10 @@
-"""Defines the protocol of all engines: they take tokens and sampling parameters and return tokens, log-probs and Routes.
+"""Defines the protocol of all engines: they take tokens and sampling parameters and return tokens with their Routes.
 
     engine = ...                                              # embedded, vLLM in process, vLLM over HTTP, SGLang
     [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
     trajectory.add(request, completion)
 
-The methods may be called from any thread.
+A completion also has the log-probs of its tokens. The methods may be called from any thread.
 """
 
 from __future__ import annotations

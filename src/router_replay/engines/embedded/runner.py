@@ -86,7 +86,10 @@ class Runner:
     def _forward(
         self, tokens: Any, positions: Any, mask: Any, cache: Any, forced: Routes | None
     ) -> tuple[Any, np.ndarray, Any]:
-        """Run a pass; return the logits of each sequence's last token, the rows of all tokens in order, and the cache."""
+        """Run a pass.
+
+        Returns the logits of each sequence's last token, the rows of all tokens in order, and the cache.
+        """
         replay = contextlib.nullcontext() if forced is None else self._replayer.replay(forced)
         last = {"logits_to_keep": 1} if self._last_logits_only else {}
         with replay, self._replayer.record() as recorded:

@@ -18,7 +18,7 @@ from torch import nn
 from router_replay.errors import EngineError, shorten
 from router_replay.forward.inner import inner_model
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a type checker may not see
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, unknown to a type checker
 
 
 def refuse_folder(source: Any) -> None:
