@@ -235,7 +235,7 @@ def message_of(answer: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """Make a server's text safe to print on a terminal by disarming its control characters."""
+    """Make a server's text safe to print on a terminal by replacing its control characters with "?"."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 

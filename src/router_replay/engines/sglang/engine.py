@@ -208,7 +208,7 @@ class SglangBackend(Backend):
             raise BrokenError(f"{self._http.url} loaded {source}, but not its name and cache: {error}") from error
 
     async def _flush(self, source: str) -> None:
-        """Flush the KV and rows of the old weights, when SGLang reports that it loaded weights but did not flush."""
+        """Flush the KV and rows of the old weights: SGLang reports a successful load even if it did not flush."""
         pause, text = FIRST_PAUSE, ""
         for attempt in range(FLUSHES):
             status, answer = await self._http.request("POST", "/flush_cache", repeat=True, patient=True)

@@ -118,7 +118,7 @@ class VllmBackend(Backend):
                 f"loading the weights of {shown} failed, what the engine holds is unknown: {error}"
             ) from error
         refused = [reason for reason in reasons if reason]
-        if len(refused) == len(reasons):  # every worker refused, so nothing was changed
+        if len(refused) == len(reasons):  # the weights existed a moment ago, when `find` ran; nothing was changed
             raise EngineError(refused[0])
         if refused:
             raise _broken(f"some workers loaded {shown} and some did not: {refused[0]}")
