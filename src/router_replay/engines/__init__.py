@@ -1,4 +1,7 @@
-"""Rollout engines behind one protocol. Names are loaded when first used: a client over HTTP needs no torch."""
+"""Provides the rollout engines, which all implement one protocol.
+
+Names are imported on first use, so that an HTTP client does not need torch.
+"""
 
 from __future__ import annotations
 

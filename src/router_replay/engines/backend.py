@@ -1,4 +1,7 @@
-"""What an engine behind a connection can do, and a request on its way to it. `remote.py` does the rest."""
+"""Defines the interface of a remote engine (`Backend`) and the state of a request in flight (`Flight`).
+
+`remote.py` implements the engine protocol on top of them.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,28 @@ from router_replay.engines.types import Capabilities, Completion, Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
-Progress = Mapping[str, Mapping[int, int]]  # rows computed, by the name of a flight and the index of its sample
+Progress = Mapping[str, Mapping[int, int]]  # number of computed rows, by flight name and sample index
 
 
 class BrokenError(EngineError):
-    """Raised by `Backend.load` where nobody knows any more which weights the engine holds."""
+    """Raised by `Backend.load` when it is unknown which weights the engine holds."""
 
 
 class Flight:
-    """A request on its way: its names at the server, one per sample, and which version computed which of its rows.
+    """Tracks a request in flight: its names on the server (one per sample) and the version that computed each row.
 
-    The versions are spans: [(0, 3), (41, 4)] says that rows 0 to 40 were computed by version 3, and rows from 41 on by
-    version 4.
+    The versions are stored as spans: [(0, 3), (41, 4)] means that version 3 computed rows 0 to 40, and version 4
+    computed the rows from 41 on.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        # Random and of one length: SGLang aborts every request whose name begins with the one that it is given.
+        # Names are random and of equal length: SGLang aborts every request whose name starts with the given one.
         self.names = [f"rr-{uuid.uuid4().hex}" for _ in range(request.sampling.n)]
-        self.salt = ""  # keeps KV of other weights apart, where a server has a prefix cache with salts
-        self.version = 0  # the policy that it started under
+        self.salt = ""  # separates KV of different weights on servers whose prefix cache supports salts
+        self.version = 0  # the policy version that the request started with
         self.started = False
-        self.stopped = False  # aborted, perhaps before it started
+        self.stopped = False  # aborted, possibly before it started
         self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[list[Completion]] | None = None
         self._spans: list[list[tuple[int, int]]] = []
@@ -49,7 +52,10 @@ class Flight:
         self._spans = [[(0, version)] for _ in range(self.request.sampling.n)]
 
     def swap(self, computed: Mapping[int, int], version: int) -> None:
-        """The weights change: `computed[index]` rows of sample `index` exist; what is not there did not start."""
+        """Record a weight change to `version`.
+
+        `computed[index]` is the number of rows of sample `index` that exist; a missing sample has not started.
+        """
         for index, spans in enumerate(self._spans):
             first = computed.get(index, 0)
             self._spans[index] = [span for span in spans if span[0] < first] + [(first, version)]
@@ -62,45 +68,46 @@ class Flight:
 
 
 class Backend(abc.ABC):
-    """An engine behind a connection. Called on the loop of its RemoteEngine only."""
+    """Defines the calls to a remote engine. They are made only on the event loop of the RemoteEngine."""
 
     spec: RouterSpec
     capabilities: Capabilities
     vocabulary: int | None = None
     ends_while_held = False
-    """Whether an abort reaches requests of an engine that is held."""
+    """Whether requests can be aborted while the engine is held."""
 
     @abc.abstractmethod
     async def generate(self, flight: Flight) -> list[Completion]:
-        """All samples of a request. After a `stop`, what there is."""
+        """Generate and return all samples of a request. After a `stop`, return what has been generated so far."""
 
     @abc.abstractmethod
     async def stop(self, flights: Sequence[Flight]) -> None:
-        """Ask the engine to end these; called again for those that are still there."""
+        """Ask the engine to abort these requests. It is called again for requests that are still running."""
 
     @abc.abstractmethod
     async def hold(self, kept: Sequence[Flight]) -> None:
-        """Stop computing. EngineError where the requests that are kept cannot be."""
+        """Stop computing. Raises EngineError if the engine cannot keep the requests in `kept`."""
 
     @abc.abstractmethod
     async def go(self) -> None:
-        """Go on computing."""
+        """Resume computing."""
 
     @abc.abstractmethod
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
-        """Load weights into the held engine; returns how far each kept request was.
+        """Load weights into the held engine and return the progress of each kept request.
 
-        EngineError: the old weights are still there. BrokenError: nobody knows.
+        Raises EngineError if the load failed and the old weights are still in place, and BrokenError if it is unknown
+        which weights the engine holds.
         """
 
     async def find(self, source: WeightSource) -> None:  # noqa: B027  most engines find out by loading
-        """Refuse weights that cannot be loaded, before a request is touched."""
+        """Raise EngineError for weights that cannot be loaded, before any request is affected."""
 
     def refuse(self, request: Request) -> None:  # noqa: B027  most refuse nothing
-        """Refuse what this engine alone cannot do; the request is checked otherwise."""
+        """Raise EngineError for what this particular engine cannot do. All other checks of the request are done."""
 
     def dead(self) -> bool:
-        """Whether calls may wait for an answer that never comes."""
+        """Return whether the engine has died, so that calls could wait forever for an answer."""
         return False
 
     @abc.abstractmethod

@@ -1,10 +1,10 @@
-"""One protocol for every engine: tokens and sampling parameters in, tokens, log-probs and Routes out.
+"""Defines the protocol of all engines: they take tokens and sampling parameters and return tokens with their Routes.
 
     engine = ...                                              # embedded, vLLM in process, vLLM over HTTP, SGLang
     [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
     trajectory.add(request, completion)
 
-Calls may come from any thread.
+A completion also has the log-probs of its tokens. The methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from router_replay.spec import RouterSpec
 
 @runtime_checkable
 class SharedTensors(Protocol):
-    """Weights in memory that the engine can map; `engines.vllm.weights.SharedWeights` is one."""
+    """Describes weights in memory that the engine can map, such as `engines.vllm.weights.SharedWeights`."""
 
     def info(self) -> dict[str, Any]: ...
 
 
-# A Hugging Face folder, shared memory, or a state dict. Each engine refuses what it cannot take.
+# A Hugging Face folder, shared memory, or a state dict. Each engine refuses the kinds that it does not support.
 WeightSource: TypeAlias = str | os.PathLike[str] | SharedTensors | Mapping[str, Any]
 
 
@@ -44,16 +44,16 @@ def check_in_flight(in_flight: InFlight) -> InFlight:
 
 
 class Engine(abc.ABC):
-    """A running engine. Thread-safe: a training loop may swap weights while rollouts run."""
+    """Represents a running engine. It is thread-safe: a training loop may swap weights while rollouts run."""
 
     spec: RouterSpec
     capabilities: Capabilities
     version: int
     vocabulary: int | None = None
-    """The number of token ids of its model, where that is known: others are neither sent nor taken."""
+    """The vocabulary size of the model, if known: token ids outside it are neither sent nor accepted."""
 
     def _checked(self, request: Request) -> Request:
-        """The request in plain values, if this engine's model can take it."""
+        """Return the request in plain values. Raises EngineError if this engine's model cannot take it."""
         if not isinstance(request, Request):
             raise EngineError(f"engines take a Request, got {checks.shown(request)}")
         return request.check(self.spec, self.capabilities, self.vocabulary)
@@ -67,16 +67,19 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     async def submit(self, request: Request) -> list[Completion]:
-        """All n samples of one request. An abort makes it return what there is, with finish_reason "abort"."""
+        """Generate and return all n samples of one request.
+
+        After an abort, the partial samples are returned with finish_reason "abort".
+        """
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """All samples of all requests in one list, in the order of the requests."""
+        """Generate and return all samples of all requests in one list, in the order of the requests."""
         return [completion for samples in self.generate_each(requests) for completion in samples]
 
     def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
-        """One list of samples per request. Must not be called inside an event loop.
+        """Generate and return one list of samples per request. Must not be called inside an event loop.
 
-        One bad request refuses the whole batch before any of it is sent.
+        Raises EngineError for the whole batch if one request is invalid, before any request is sent.
         """
         checked = self._checked_batch(requests)
 
@@ -87,20 +90,25 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
-        """Stop some requests, or all; returns their partial completions, as `submit` does."""
+        """Abort the given requests, or all if `request_ids` is None, and return their partial completions.
+
+        The `submit` calls of these requests return the same completions.
+        """
 
     @abc.abstractmethod
     def pause(self, in_flight: InFlight = "keep") -> None:
-        """Stop generating. Requests in flight are aborted, kept for later, or waited for."""
+        """Stop generating. `in_flight` says whether running requests are aborted, kept for later, or waited for."""
 
     @abc.abstractmethod
     def resume(self) -> None: ...
 
     @abc.abstractmethod
     def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
-        """Load new weights in place, and reset what the old ones cached.
+        """Load new weights in place and reset the caches of the old ones.
 
-        Every engine takes a Hugging Face folder; vLLM also shared memory, the embedded engine also a state dict.
+        `source` is a Hugging Face folder for any engine; vLLM also takes shared memory, and the embedded engine a
+        state dict. `version` is the number of the new weights. `in_flight` says whether running requests are aborted,
+        kept, or waited for.
         """
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
-"""Does an engine record every layer? Over many short answers, where one alone is too short to tell.
+"""Checks over many short answers that an engine records every layer, as one answer may be too short to tell.
 
-With top_k 1 a row of expert 0 looks like a row that was never recorded. A layer that runs chooses another expert now
-and then; one that is zero in 64 rows on end, over however many answers, was never recorded.
+With top_k 1, a row of expert 0 looks like a row that was never recorded. A layer that is recorded chooses another
+expert now and then; a layer that is zero in 64 consecutive rows, over any number of answers, was never recorded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from router_replay.spec import RouterSpec
 
 
 class CaptureWatch:
-    """Counts, per layer, the rows of the answers that had nothing but expert 0 there since the last that had more.
+    """Counts, for each layer, the rows since the last answer in which the layer used any expert other than 0.
 
-    Used on an engine's event loop only.
+    It is used only on an engine's event loop.
     """
 
     def __init__(self, allow_zero_layers: bool) -> None:
         self._allowed = allow_zero_layers
-        self._zero_rows: dict[int, int] = {}  # by column; a column that is not here is known to be recorded
+        self._zero_rows: dict[int, int] = {}  # by column; a column that is missing here is known to be recorded
 
     def check(self, completions: Sequence[Completion], spec: RouterSpec) -> None:
-        """Raise EngineError where a layer has been zero for too long."""
-        if self._allowed or spec.top_k > 1 or spec.num_experts == 1:  # above top_k 1, every zero row was refused
+        """Raise EngineError if a layer has been zero for too many rows."""
+        if self._allowed or spec.top_k > 1 or spec.num_experts == 1:  # with top_k > 1, zero rows were refused before
             return
         for completion in completions:
             captured = completion.routes.captured

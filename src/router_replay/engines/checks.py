@@ -1,4 +1,4 @@
-"""Checks of single values that callers and servers give: each returns the plain Python value, or raises EngineError."""
+"""Checks single values from callers and servers. Each check returns the plain Python value or raises EngineError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION_LIMIT = 1 << 63  # versions are stored as int64
 
 
 def integer(value: Any, name: str, lowest: int, below: int) -> int:
-    """An integer of any integer type in [lowest, below); no bool, no float, no text."""
+    """Return an integer of any integer type in [lowest, below). Bools, floats and strings are refused."""
     try:
         if _is_bool(value):
             raise TypeError
@@ -30,7 +30,7 @@ def integer(value: Any, name: str, lowest: int, below: int) -> int:
 
 
 def number(value: Any, name: str) -> float:
-    """A finite number; no bool, no text."""
+    """Return a finite number as a float. Bools and strings are refused."""
     if _is_bool(value) or not isinstance(value, numbers.Real):
         raise EngineError(f"{name} must be a number, got {shown(value)}")
     if not math.isfinite(value):
@@ -45,8 +45,8 @@ def flag(value: Any, name: str) -> bool:
 
 
 def tokens(values: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
-    """Token ids as plain integers, from a sequence, an array or a tensor of one dimension."""
-    if hasattr(values, "tolist"):  # an array or a tensor; its floats and bools stay what they are
+    """Return token ids as plain integers, from a sequence or a one-dimensional array or tensor."""
+    if hasattr(values, "tolist"):  # an array or a tensor; floats and bools keep their type
         values = values.tolist()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise EngineError(f"{name} must be a sequence of token ids, got {shown(values)}")
@@ -69,7 +69,7 @@ def vocabulary(value: Any) -> int | None:
 
 
 def seconds(value: Any, name: str) -> float:
-    """A time limit: zero or nothing would mean no limit at all."""
+    """Return a time limit in seconds. Zero and None are refused, because they would mean no limit."""
     limit = number(value, name)
     if limit <= 0:
         raise EngineError(f"{name} must be above 0 seconds, got {value}")
@@ -77,7 +77,10 @@ def seconds(value: Any, name: str) -> float:
 
 
 def request_ids(values: Any) -> list[str] | None:
-    """The names that an abort is given. A bare text would be taken for a list of letters, and abort nothing."""
+    """Return the request ids given to an abort.
+
+    A single string is refused: it would be read as a list of characters and abort nothing.
+    """
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Iterable):
@@ -96,21 +99,21 @@ def folder(source: Any) -> str:
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """The number of token ids of a model config, also of its text part; None where it does not say."""
+    """Return the vocabulary size from a model config or its text part, or None if it is not given."""
     sizes = [config.get("vocab_size")]
     sizes += [vocabulary_of(config[name]) for name in TEXT_FIELDS if isinstance(config.get(name), Mapping)]
     return max((size for size in sizes if type(size) is int and size > 0), default=None)
 
 
 def same_vocabulary(given: int | None, found: int | None) -> int | None:
-    """The one of the two that is known; they must not differ."""
+    """Return whichever vocabulary size is known. Raises EngineError if both are known and differ."""
     if given is not None and found is not None and given != found:
         raise EngineError(f"the vocabulary of the server's model has {found} tokens, the one that was given {given}")
     return found if given is None else given
 
 
 def shown(value: Any) -> str:
-    """A value in an error: its kind, and no more of it than fits on a line."""
+    """Format a value for an error message: its type, and as much of the value as fits on one line."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 

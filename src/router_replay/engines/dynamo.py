@@ -1,12 +1,12 @@
-"""A Dynamo frontend by its URL: `/v1/completions` with token ids both ways, and routes under `nvext`.
+"""Connects to a Dynamo frontend by URL: `/v1/completions` with token ids both ways, and routes under `nvext`.
 
     with DynamoEngine("http://127.0.0.1:8000", spec, workers=["http://127.0.0.1:8081"]) as engine: ...
 
-The frontend serves; it neither aborts by name, nor pauses, nor loads weights. Those go to the workers' own system
-servers (`workers`; `/v1/rl/workers` of the discovery port lists them as `system_url`). Without them the engine is
-one of fixed weights. No tokenizer is needed here: `nvext.completion_token_ids` brings the sampled tokens.
+The frontend only generates; it cannot abort by name, pause, or load weights. Those calls go to the system servers of
+the workers (`workers`; `/v1/rl/workers` on the discovery port lists them as `system_url`). Without workers, the
+engine's weights are fixed. No tokenizer is needed: `nvext.completion_token_ids` contains the sampled tokens.
 
-This follows Dynamo's published contract; it was not run against a live Dynamo.
+The code follows Dynamo's published contract; it was not run against a live Dynamo.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _NO_WORKERS = "no workers= were given, so it can neither hold requests nor load 
 
 
 class DynamoEngine(RemoteEngine):
-    """A client of one frontend. `model` is found out where the frontend serves one only.
+    """Connects to one Dynamo frontend. `model` may be omitted if the frontend serves only one model.
 
-    `api_key` is sent to the frontend and to the workers; `vocabulary` is the number of token ids, where it is known.
+    `api_key` is sent to the frontend and to the workers; `vocabulary` is the vocabulary size, if known.
 
-    `settings` are the workers' engine arguments, where the caller knows them: those that make rows stale (KV offload,
-    a KV connector, context or pipeline parallel, prefill/decode) are refused here, since the frontend does not tell.
-    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    `settings` are the workers' engine arguments, if the caller knows them. Arguments that make rows stale (KV offload,
+    a KV connector, context or pipeline parallel, prefill/decode) are refused here, because the frontend does not
+    report them. `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
     server = "Dynamo"
@@ -72,7 +72,7 @@ class DynamoEngine(RemoteEngine):
 
 
 class DynamoBackend(Backend):
-    """The calls of a Dynamo frontend and of its workers."""
+    """Implements the calls to a Dynamo frontend and its workers."""
 
     def __init__(self, http: Http, spec: RouterSpec, vocabulary: int | None) -> None:
         self._http = http
@@ -89,9 +89,9 @@ class DynamoBackend(Backend):
         to_worker: Callable[[str], Http],
         workers: Sequence[str],
     ) -> DynamoBackend:
-        """Find out what the frontend serves, or raise with the reason why it is of no use."""
+        """Query what the frontend serves. Raises EngineError with the reason if it cannot be used."""
         try:
-            for url in workers:  # one by one: a bad URL must not leave the others' connections open
+            for url in workers:  # one by one, so that a bad URL does not leave other connections open
                 self._workers.append(to_worker(url))
             check_server(settings, server=f"the workers of {self._http.url}")
             await self._look(model)
@@ -118,14 +118,14 @@ class DynamoBackend(Backend):
     # -- generating -----------------------------------------------------------------------------
 
     async def generate(self, flight: Flight) -> list[Completion]:
-        """One call per sample: `nvext` holds the tokens and rows of one choice only."""
+        """Generate each sample by a separate call, because `nvext` holds the tokens and rows of one choice only."""
         assert self._model is not None
         calls = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
         self._calls[flight.names[0]] = calls
         try:
             return await asyncio.gather(*calls)
         except asyncio.CancelledError:
-            if flight.stopped:  # by `stop` below; what had been generated was never sent
+            if flight.stopped:  # by `stop` below; the frontend never sent the partial output
                 return Completion.nothing(flight.request, self.spec)
             raise
         finally:
@@ -143,7 +143,7 @@ class DynamoBackend(Backend):
         return completion_of(answer, request, index, self.spec, flight.version, self.vocabulary)
 
     async def stop(self, flights: Sequence[Flight]) -> None:
-        """Close the connections: the frontend then cancels the request in its worker."""
+        """Close the connections, which makes the frontend cancel the requests in its workers."""
         for flight in flights:
             for call in self._calls.get(flight.names[0], []):
                 call.cancel()
@@ -153,7 +153,7 @@ class DynamoBackend(Backend):
     async def hold(self, kept: Sequence[Flight]) -> None:
         if kept and not self._workers:
             raise EngineError(f"requests cannot be kept: {_NO_WORKERS}. Choose in_flight='abort' or 'wait'")
-        # Without workers nothing is held: the requests of this engine have ended, and new ones wait at its gate.
+        # Without workers nothing is held: this engine's requests have ended, and new ones wait until it resumes.
         await self._tell("pause_generation", {"mode": "keep", "clear_cache": False})
 
     async def go(self) -> None:
@@ -176,7 +176,7 @@ class DynamoBackend(Backend):
         return {}
 
     async def _tell(self, route: str, body: dict[str, Any]) -> None:
-        """A worker can answer 200 and say in its JSON that it failed."""
+        """Send a command to all workers and check the JSON answers: a worker can report a failure with status 200."""
         calls = (worker.expect("POST", f"/engine/{route}", body, patient=True) for worker in self._workers)
         answers = await asyncio.gather(*calls)
         for worker, answer in zip(self._workers, answers, strict=True):
@@ -189,7 +189,7 @@ class DynamoBackend(Backend):
 
 
 def completions_body(request: Request, index: int, model: str, version: int) -> dict[str, Any]:
-    """The JSON of one sample."""
+    """Return the JSON body of the request for one sample."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -203,7 +203,7 @@ def completions_body(request: Request, index: int, model: str, version: int) -> 
         "nvext": {
             "extra_fields": ["completion_token_ids", "routed_experts"],
             "routed_experts_prompt_start": prompt_start(request.start, len(request.token_ids)),
-            "cache_salt": f"router-replay-{version}",  # KV of older weights is never matched
+            "cache_salt": f"router-replay-{version}",  # never reuse KV of older weights
         },
     }
     if sampling.seed is not None:
@@ -214,7 +214,7 @@ def completions_body(request: Request, index: int, model: str, version: int) -> 
 
 
 def prompt_start(start: int, prompt_tokens: int) -> int:
-    """As Dynamo reads it: below 0 means 0, beyond the prompt means the prompt's length."""
+    """Clamp `start` to [0, prompt_tokens], as Dynamo does."""
     return max(0, min(start, prompt_tokens))
 
 
@@ -241,7 +241,7 @@ class _Answer(msgspec.Struct):
 def completion_of(
     body: bytes, request: Request, index: int, spec: RouterSpec, version: int, vocabulary: int | None = None
 ) -> Completion:
-    """One sample, checked whole."""
+    """Parse and check the answer for one sample. Raises EngineError if it is invalid."""
     answer = decoded(body, _Answer, f"{request.id}: Dynamo's answer")
     if len(answer.choices) != 1:
         raise EngineError(f"{request.id}: asked for one choice, got {len(answer.choices)}; nvext holds the rows of one")
@@ -272,13 +272,16 @@ def completion_of(
 
 
 def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, request: Request) -> tuple[Routes, int]:
-    """Rows and the position of the first. In front of SGLang Dynamo passes SGLang's own text on, which has no start."""
+    """Return the rows and the position of the first row.
+
+    With SGLang workers, Dynamo forwards SGLang's own text, which does not contain a start position.
+    """
     if value is None:
         raise EngineError(
             f"{request.id}: no nvext.routed_experts in the answer: start the workers with "
             "--enable-return-routed-experts (TensorRT-LLM workers return none)"
         )
-    try:  # zero layers are counted over all answers, by CaptureWatch
+    try:  # CaptureWatch counts zero layers over all answers
         if isinstance(value, str):
             return wire.from_sglang(value, spec, allow_zero_layers=True), 0
         rows = wire.from_dynamo(value, spec, prompt_length=prompt, allow_zero_layers=True)

@@ -1,4 +1,4 @@
-"""Environment variables for the processes that are started inside a block; afterwards our own are as they were."""
+"""Sets environment variables for processes that are started inside a block, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(values: Mapping[str, str], *, keep_existing: bool = False) -> Iterator[None]:
-    """Set these variables inside the block. With `keep_existing`, those that are set already stay as they are."""
+    """Set these variables inside the block. With `keep_existing`, variables that are already set are not changed."""
     wanted = {name: value for name, value in values.items() if not (keep_existing and name in os.environ)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

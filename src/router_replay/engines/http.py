@@ -1,11 +1,11 @@
-"""Careful HTTP for engines behind a URL. What stands behind it is not trusted.
+"""Sends HTTP requests to engine servers, which are not trusted.
 
-`Http` repeats what is safe to repeat, a bounded number of times with growing pauses: connecting, a request that the
-server turned away unread (429, 503), and any call that changes nothing. Whatever else goes wrong is an EngineError,
-and what was half received is dropped.
+`Http` retries what is safe to retry, a bounded number of times with growing pauses: connecting, a request that the
+server rejected unread (429, 503), and any call that changes nothing. Every other failure raises EngineError, and
+partially received answers are discarded.
 
-Every answer has a limit of bytes and of seconds. Redirects are not followed and compressed bodies are not taken: the
-first would hand prompts to another host, the second can grow without measure.
+Every answer is limited in bytes and in seconds. Redirects are not followed, because they would send prompts to another
+host. Compressed bodies are refused, because they can expand without limit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from router_replay.spec import RouterSpec
 ATTEMPTS = 5
 FIRST_PAUSE = 0.1  # seconds; doubles with each attempt
 TURNED_AWAY = (429, 503)
-CONTROL_SECONDS = 30.0  # for calls that a server answers at once; the caller's timeout= where that is less
+CONTROL_SECONDS = 30.0  # for calls that a server answers at once; the caller's timeout= if that is less
 CONTROL_LIMIT = 4 << 20  # bytes of an answer that holds settings or a status
 CHUNK = 1 << 16
 
 T = TypeVar("T")
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=checks.TOKEN_LIMIT)]
-"""In answers: what cannot be one is refused with its place."""
+"""The type of a token id in answers: a value out of range is refused, and the error says where it is."""
 
 
 class Http:
-    """Requests to one server. Made and used on one event loop.
+    """Sends requests to one server. It must be created and used on one event loop.
 
-    `timeout` is that of the calls that may take long (`patient=True`); all others have CONTROL_SECONDS.
+    `timeout` applies to calls that may take long (`patient=True`); all others have CONTROL_SECONDS.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Http:
         self._advice = advice
         self._timeout = checks.seconds(timeout, "timeout")
         self._session = aiohttp.ClientSession(
-            # A connection of its own for each request: one that is used again may have been closed by the server, which
-            # cannot be told from a server that died with the request in hand, and that one must not be sent again.
+            # Each request gets a new connection. A reused one may have been closed by the server, which looks the same
+            # as a server that died while handling the request, and such a request must not be sent again.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"Accept-Encoding": "identity", **authorization(api_key)},
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -72,9 +72,10 @@ class Http:
         patient: bool = False,
         limit: int = CONTROL_LIMIT,
     ) -> tuple[int, bytes]:
-        """Status and whole body of at most `limit` bytes, or EngineError.
+        """Send a request and return the status and the whole body. Raises EngineError if that fails.
 
-        `repeat`: a broken connection may be tried again too. `patient`: the server may work on this for long.
+        `repeat` also allows a retry after a broken connection. `patient` allows the server to take a long time.
+        `limit` is the largest accepted body in bytes.
         """
         seconds = self._timeout if patient else min(self._timeout, CONTROL_SECONDS)
         timeout = self._aiohttp.ClientTimeout(total=seconds, connect=CONTROL_SECONDS)
@@ -109,7 +110,7 @@ class Http:
         raise AssertionError("unreachable")
 
     async def _body(self, response: Any, path: str, limit: int) -> bytes:
-        """Read in pieces, and no further than the limit."""
+        """Read the body in pieces, and stop at the limit."""
         place = f"{self.url}{path}"
         if 300 <= response.status < 400:
             raise EngineError(
@@ -130,14 +131,14 @@ class Http:
         return bytes(parts)
 
     async def expect(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        """The parsed answer of a call that must succeed. The options are those of `request`."""
+        """Return the parsed answer of a call that must succeed. The options are those of `request`."""
         status, answer = await self.request(method, path, body, **options)
         if status != 200:
             raise refusal(f"{self.url}{path}", status, answer)
         return parsed(answer, f"{self.url}{path}")
 
     async def expect_object(self, method: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
-        """The same, of a call whose answer is a JSON object."""
+        """Call `expect` and return its answer, which must be a JSON object."""
         answer = await self.expect(method, path, body, **options)
         if not isinstance(answer, dict):
             raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(answer)[:200]}")
@@ -148,10 +149,10 @@ class Http:
 
 
 def answer_limit(request: Request, spec: RouterSpec, samples: int) -> int:
-    """The most bytes that an honest answer with this many samples can have, and as much again.
+    """Return the size limit of an answer: twice the most bytes that a valid answer with this many samples can have.
 
-    Rows of every decoder layer as base64 of 4-byte numbers, the JSON around each sampled token (its log-prob, its text
-    and bytes), a few bytes for each prompt token where a server repeats it, and a fixed part.
+    The size covers the rows of every decoder layer as base64 of 4-byte numbers, the JSON of each sampled token (its
+    log-prob, text and bytes), a few bytes for each prompt token if the server repeats it, and a fixed part.
     """
     prompt, sampled = len(request.token_ids), request.sampling.max_tokens
     row = spec.engine_layers * spec.top_k * 4 * 4 // 3
@@ -159,10 +160,10 @@ def answer_limit(request: Request, spec: RouterSpec, samples: int) -> int:
 
 
 def checked_url(url: Any) -> str:
-    """A server's address without a slash at its end. Passwords in it are refused, and never shown."""
+    """Return a server's URL without a trailing slash. A URL with a password is refused, and never shown."""
     if not isinstance(url, str):
         raise EngineError(f"the URL of a server is text such as http://HOST:PORT, got {type(url).__name__}")
-    if "@" in url:  # not parsed: where a password holds a slash, the parts are not what they seem
+    if "@" in url:  # not parsed, because a slash in a password would split the URL in the wrong place
         raise EngineError(
             f"the URL of a server must not hold a user name or password (before @{url.rpartition('@')[2]}): give it as "
             "http://HOST:PORT, put the key into an environment variable, and name that as engine.api_key_env in a "
@@ -183,7 +184,7 @@ def checked_url(url: Any) -> str:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header of a key. A bad key is not shown in the error."""
+    """Return the HTTP header for an API key. An invalid key is not shown in the error."""
     if api_key is None:
         return {}
     if not isinstance(api_key, str) or not api_key or not (api_key.isascii() and api_key.isprintable()):
@@ -194,7 +195,7 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def decoded(body: bytes, kind: type[T], place: str) -> T:
-    """A typed answer, or EngineError that says where it differs."""
+    """Decode an answer as type `kind`. Raises EngineError that says where the answer differs."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
@@ -204,7 +205,7 @@ def decoded(body: bytes, kind: type[T], place: str) -> T:
 
 
 def parsed(answer: bytes | str, place: str) -> Any:
-    """JSON, or EngineError with the beginning of what came. An empty answer is an empty object."""
+    """Parse JSON; an empty answer gives an empty object. Raises EngineError that quotes the start of the answer."""
     if not answer.strip():
         return {}
     try:
@@ -216,13 +217,13 @@ def parsed(answer: bytes | str, place: str) -> Any:
 
 
 def refusal(place: str, status: int, answer: bytes) -> EngineError:
-    """The error of an answer that is not 200."""
+    """Return the error for an answer whose status is not 200."""
     advice = ". Is api_key= (engine.api_key_env in a config) the server's key?" if status in (401, 403) else ""
     return EngineError(f"{place} answered {status}: {message_of(answer)}{advice}")
 
 
 def message_of(answer: bytes) -> str:
-    """The server's own words, without the JSON around them."""
+    """Return the server's error message without the surrounding JSON."""
     try:
         value = json.loads(answer)
         for key in ("error", "message", "detail"):
@@ -234,12 +235,12 @@ def message_of(answer: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """A server's words on a terminal: its control characters do nothing there."""
+    """Make a server's text safe to print on a terminal by replacing its control characters with "?"."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def _host(location: str) -> str:
-    """Of a redirect; the rest of it may hold secrets."""
+    """Return the host of a redirect; the rest of the URL may contain secrets."""
     try:
         return urllib.parse.urlsplit(location).hostname or "another path of the same host"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Prefill and decode on two servers: the prompt's rows come from the one, all others from the other.
+"""Joins the answers of a prefill and a decode server: the first has the prompt's rows, the second all others.
 
 whole = join_prefill_decode(prefill_completion, decode_completion, prompt_tokens=7)
 """
@@ -15,10 +15,10 @@ from router_replay.routes import Routes, row_count
 
 
 def join_prefill_decode(prefill: Completion, decode: Completion, prompt_tokens: int) -> Completion:
-    """One completion of the prompt's rows by the prefill server and all others by the decode server.
+    """Return one completion with the prompt's rows from `prefill` and all other rows from `decode`.
 
-    The prefill server samples the first token and hands it over with the KV, so both must begin with it. Rows of the
-    prompt that the decode server returns are left out: it never routed them.
+    The prefill server samples the first token and passes it on with the KV, so both completions must begin with it.
+    Prompt rows from the decode server are discarded, because it never routed them.
     """
     place = f"{decode.request_id}, prefill and decode"
     if prefill.request_id != decode.request_id or prefill.index != decode.index:
@@ -51,7 +51,7 @@ def join_prefill_decode(prefill: Completion, decode: Completion, prompt_tokens: 
         raise EngineError(f"{place}: expected {expected} decode rows from {decode_start} on, got {len(decode.routes)}")
     start = prefill.start
     own = decode.routes[prompt_tokens - decode_start :]
-    # The decode rows of the prompt are not looked at: their slots were filled over the wire.
+    # The decode server's rows of the prompt are ignored: their KV slots were filled over the network.
     routes = Routes.join_prefill_decode(
         prefill.routes, own, prompt_length=prompt_tokens - start, decode_start=prompt_tokens - start
     )
@@ -59,7 +59,7 @@ def join_prefill_decode(prefill: Completion, decode: Completion, prompt_tokens: 
 
 
 def without_prompt_rows(decode: Completion, prompt_tokens: int) -> Completion:
-    """A decode server's answer alone: the prompt's rows are said to be missing, so that they are routed live."""
+    """Return a decode server's answer with the prompt's rows marked as missing, so that they are routed live."""
     stale = max(0, min(len(decode.routes), prompt_tokens - decode.start))
     captured = decode.routes.captured.copy()
     captured[:stale] = False

@@ -1,12 +1,12 @@
-"""The one machine that keeps requests in flight: submit, abort, pause, resume and update over a small Backend.
+"""Implements the engine protocol (submit, abort, pause, resume, update) on top of a small Backend.
 
-A Backend is what an engine behind a connection can do: generate, stop, hold, go, load. All else stands here, once for
-vLLM, SGLang and Dynamo. It runs on one event loop in a thread of its own, so `submit` may be awaited in any loop and
-the blocking calls may come from any thread.
+A Backend provides what a remote engine can do: generate, stop, hold, go, load. Everything else is implemented here,
+once for vLLM, SGLang and Dynamo. It runs on an event loop in a separate thread, so `submit` may be awaited in any loop
+and the blocking calls may come from any thread.
 
-Pauses, updates and resumes pass one after the other, in the order of their calls. Each settles the requests that were
+Pauses, updates and resumes run one after the other, in the order of their calls. Each settles the requests that were
 submitted before it: they are aborted, waited for, or kept. A request that is submitted later starts when the engine
-goes on, so no request starts under two versions.
+resumes, so no request starts under two versions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from router_replay.engines.http import printable
 from router_replay.engines.types import Completion, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
 
-ABORT_ROUNDS = 40  # an abort can overtake its request on the way to the engine, so it is sent again
-LONGEST_ERROR = 4000  # characters: its words may be a server's
+ABORT_ROUNDS = 40  # an abort can reach the engine before its request does, so it is sent again
+LONGEST_ERROR = 4000  # characters; the text may come from a server
 T = TypeVar("T")
 
 
 class RemoteEngine(Engine):
-    """The protocol over a Backend, which `connect` makes on the engine's own loop, or raises."""
+    """Implements the engine protocol over a Backend, which `connect` creates on the engine's own event loop."""
 
     server = "HTTP"
-    """What stands behind the connection, in errors."""
+    """The kind of server, as named in error messages."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class RemoteEngine(Engine):
         self._closed = False
         self._tasks: dict[str, asyncio.Task[Any] | None] = {}
         self._flights: list[Flight] = []
-        self._waiting: Collection[Flight] = ()  # may start although the gate is shut: somebody waits for their end
-        self._pending = 0  # pauses and updates that were called and are not through
+        self._waiting: Collection[Flight] = ()  # may start while the gate is closed, because a call waits for them
+        self._pending = 0  # number of unfinished pauses and updates
         self._paused = False  # by the caller
-        self._held = False  # the engine itself does not compute
+        self._held = False  # the engine itself has stopped computing
         self._broken = ""
         self._backend: Backend | None = None
         self._loop = asyncio.new_event_loop()
@@ -97,7 +97,7 @@ class RemoteEngine(Engine):
             self._stop_loop()
 
     def _source(self, source: WeightSource) -> WeightSource:
-        """The weights as the backend takes them, or EngineError."""
+        """Return the weights in the form that the backend takes. Raises EngineError if it cannot take them."""
         return checks.folder(source)
 
     def _checked(self, request: Request) -> Request:
@@ -108,8 +108,8 @@ class RemoteEngine(Engine):
     # -- on the loop: requests ------------------------------------------------------------------
 
     async def _connect(self, connect: Callable[[], Coroutine[Any, Any, Backend]]) -> Backend:
-        self._turn = asyncio.Lock()  # pauses, updates, resumes: one after the other
-        self._exclusive = asyncio.Lock()  # the engine is held, let go or loaded by one of them only
+        self._turn = asyncio.Lock()  # pauses, updates and resumes run one after the other
+        self._exclusive = asyncio.Lock()  # only one of them holds, releases or loads the engine
         self._gate = asyncio.Condition()
         return await connect()
 
@@ -121,11 +121,14 @@ class RemoteEngine(Engine):
 
     @property
     def _open(self) -> bool:
-        """Whether requests start."""
+        """Return whether requests may start."""
         return not self._paused and not self._pending
 
     async def _alone(self, request: Request) -> list[Completion]:
-        """Two requests of one name could not be told apart, by an abort or by who reads their completions."""
+        """Run a request whose id must be unique among those in flight.
+
+        Two requests with one id could not be told apart, either by an abort or by the reader of the completions.
+        """
         other = self._tasks.get(request.id)
         if other is not None and not other.cancelling():
             raise EngineError(f"{request.id}: a request of this id is in flight; give each an id of its own")
@@ -141,9 +144,9 @@ class RemoteEngine(Engine):
         try:
             completions = await self._completions(flight)
         except BaseException as error:
-            raise self._fail(flight, error)  # noqa: B904  which has its cause
+            raise self._fail(flight, error)  # noqa: B904  the error has its cause
         else:
-            if not flight.done.done():  # a close ends it early
+            if not flight.done.done():  # `close` may have ended it early
                 flight.done.set_result(completions)
             return completions
         finally:
@@ -161,7 +164,7 @@ class RemoteEngine(Engine):
             completions = await flight.work
         finally:
             flight.work.cancel()
-        self._refuse_broken()  # broke meanwhile: nobody knows what these were sampled from
+        self._refuse_broken()  # the engine broke meanwhile: it is unknown which weights sampled these
         if len(completions) != flight.request.sampling.n:
             asked = flight.request.sampling.n
             raise EngineError(f"{flight.request.id}: asked for {asked} samples, got {len(completions)}")
@@ -169,9 +172,9 @@ class RemoteEngine(Engine):
         return completions
 
     def _fail(self, flight: Flight, error: BaseException) -> BaseException:
-        """What the caller of a request is told that failed; `done` tells it to an abort that waits for the same.
+        """Return the error for the caller of a failed request, and set it on `done` for an abort that waits for it.
 
-        To an abort, a request whose caller has gone is nothing.
+        An abort gets nothing for a request whose caller has gone.
         """
         request, failure = flight.request, error
         if isinstance(error, asyncio.CancelledError) and self._closed:
@@ -179,7 +182,7 @@ class RemoteEngine(Engine):
         elif isinstance(error, asyncio.CancelledError) and self._broken:
             failure = EngineError(self._broken)
         elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
-            cause = error if str(error) else error.__cause__ or error  # vLLM has wrappers without a text
+            cause = error if str(error) else error.__cause__ or error  # vLLM has wrapper exceptions without a message
             failure = EngineError(f"{request.id}: {self.server} failed: {type(cause).__name__}: {cause}")
         failure = _fit_to_print(failure)
         if failure is not error:
@@ -188,7 +191,7 @@ class RemoteEngine(Engine):
             flight.done.set_result([])
         elif not flight.done.done():
             flight.done.set_exception(failure)
-            flight.done.exception()  # looked at: a request that failed need not be awaited by anybody else
+            flight.done.exception()  # mark it as retrieved, as nobody else needs to await a failed request
         return failure
 
     # -- on the loop: aborts, pauses, updates ---------------------------------------------------
@@ -200,7 +203,10 @@ class RemoteEngine(Engine):
         return [completion for completions in landed for completion in completions]
 
     async def _end(self, flights: Sequence[Flight]) -> None:
-        """Abort these. Those at the gate end at once; the others need an engine that is not being loaded."""
+        """Abort these requests.
+
+        Requests that have not started end at once; the others can only be aborted while no weights are being loaded.
+        """
         for flight in flights:
             flight.stopped = True
         await self._notify()
@@ -250,7 +256,7 @@ class RemoteEngine(Engine):
                 await self._seize()
                 await self._load(source, version)
             finally:
-                if not self._paused:  # also after a failure: what was kept would hang, and others share a server
+                if not self._paused:  # also after a failure: kept requests would hang, and others use the server
                     with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
                         await self._release()
 
@@ -270,7 +276,7 @@ class RemoteEngine(Engine):
 
     @contextlib.asynccontextmanager
     async def _settled(self, in_flight: InFlight) -> AsyncIterator[None]:
-        """Nothing starts, nobody else pauses or loads, and what came before was ended, waited for, or kept as asked."""
+        """Settle earlier requests (abort, wait or keep, as asked), and block starts, pauses and loads in the block."""
         before = list(self._flights)
         self._pending += 1
         try:
@@ -366,7 +372,7 @@ class RemoteEngine(Engine):
 
 
 def _fit_to_print(error: BaseException) -> BaseException:
-    """The error itself, or one that does not fill the screen or send commands to a terminal."""
+    """Return the error, or a shortened copy without control characters if it is not safe to print."""
     if not isinstance(error, RouterReplayError):
         return error
     text = printable(str(error))

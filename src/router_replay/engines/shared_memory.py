@@ -1,8 +1,8 @@
-"""What this package keeps in shared memory: how it is named, locked while in use, and swept when its owner was killed.
+"""Names, locks and cleans up the files that this package keeps in shared memory.
 
-A name holds the process and the host that made it: router-replay-<process>-at-<host>-<random>. The owner holds a lock
-on it as long as it lives. A lock is seen by other containers on the same memory, which do not see each other's
-processes. In a folder that hosts share, locks may be missing or be kept by each host to itself: there the name counts.
+A name contains the process and host that created it: router-replay-<process>-at-<host>-<random>. The owner holds a
+lock on the file as long as it lives. Containers that share the memory see each other's locks, but not each other's
+processes. In a folder shared between hosts, locks may be missing or local to each host, so the name decides there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import uuid
 
 SHARED_MEMORY = pathlib.Path("/dev/shm")
 PREFIX = "router-replay-"
-_UNFINISHED = "router-replay.new-"  # not the prefix: what is not locked yet must not be swept
+_UNFINISHED = "router-replay.new-"  # a different prefix, so that a file that is not locked yet is not removed
 
 
 def own_prefix() -> str:
-    """How all names begin that this process gives."""
+    """Return the prefix of all names that this process creates."""
     return f"{PREFIX}{os.getpid()}-at-{socket.gethostname()}-"
 
 
@@ -31,7 +31,7 @@ def new_name() -> str:
 
 
 def create(path: pathlib.Path) -> int:
-    """A new empty file that only this user can read; returns its handle, which holds the lock until it is closed."""
+    """Create an empty file that only this user can read. Returns its handle, which holds the lock until closed."""
     unfinished = path.with_name(path.name.replace(PREFIX, _UNFINISHED, 1))
     handle = os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -45,7 +45,7 @@ def create(path: pathlib.Path) -> int:
 
 
 def sweep(folder: pathlib.Path) -> None:
-    """Remove what killed processes left: named after a process that is no more, and locked by none."""
+    """Remove files left by killed processes: the process in the name no longer exists, and no process has a lock."""
     for left in folder.glob(f"{PREFIX}*"):
         named = re.fullmatch(rf"{PREFIX}(\d+)-(?:at-(?P<host>.+)-)?[^-]*", left.name)
         if named is None or named["host"] not in (None, socket.gethostname()):
@@ -61,7 +61,7 @@ def sweep(folder: pathlib.Path) -> None:
 
 def is_locked(path: pathlib.Path) -> bool:
     try:
-        # Anybody may put a link or a pipe there: the one is not followed, the other not waited for.
+        # Any user may put a link or a pipe there: do not follow links, and do not block on pipes.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # gone meanwhile, or somebody else's
         return True

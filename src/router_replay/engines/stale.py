@@ -1,8 +1,8 @@
-"""Server settings that make an engine return rows which do not belong to their tokens.
+"""Detects server settings that make an engine return rows which do not belong to their tokens.
 
 An engine keeps the row of a token beside the token's KV slot. KV that was not computed in that slot by that worker
-(loaded back from host memory or a disk, sent by another server, split over ranks) has somebody else's row there:
-valid experts, wrong token, no error. `check_server` refuses such servers when connecting.
+(loaded from host memory or disk, sent by another server, split over ranks) has the row of another token there: the
+experts are valid, the token is wrong, and there is no error. `check_server` refuses such servers when connecting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXTERNAL = "KV that comes from outside was never routed by this server, and its
 _CONTEXT = "each rank holds the rows of its own part of the sequence only"
 _PIPELINE = "each stage captures its own layers only, the others stay zero or old"
 
-# Settings of SGLang (`/server_info`) and vLLM (engine arguments, config), by the name that their servers report.
+# Settings of SGLang (`/server_info`) and vLLM (engine arguments, config), by the names that the servers report.
 _SWITCHES: dict[str, str] = {
     "enable_hierarchical_cache": _OFFLOAD,
     "hicache_storage_backend": _EXTERNAL,
@@ -41,12 +41,12 @@ _SIZES: dict[str, str] = {
     "pp_size": _PIPELINE,
     "pipeline_parallel_size": _PIPELINE,
 }
-# vLLM names an offloading backend even where its size, which switches it on, is unset.
+# vLLM reports an offloading backend even if its size, which turns it on, is unset.
 _ONLY_WITH = {"kv_offloading_backend": "kv_offloading_size"}
 
 
 def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
-    """Why this server's rows would be wrong, one line each; empty where they are right."""
+    """Return the reasons why this server's rows would be wrong, one line each; empty if they are right."""
     settings = {key.replace("-", "_").lstrip("_"): value for key, value in info.items()}
     reasons = []
     for name, why in _SWITCHES.items():
@@ -67,7 +67,7 @@ def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
 
 
 def check_server(info: Mapping[str, Any], role: Role = "whole", server: str = "this server") -> None:
-    """Refuse a server whose settings make it return stale rows. `info` is what it says about itself."""
+    """Raise EngineError if a server's settings make it return stale rows. `info` holds the settings it reports."""
     reasons = stale_reasons(info, role)
     if reasons:
         raise EngineError(
@@ -76,6 +76,6 @@ def check_server(info: Mapping[str, Any], role: Role = "whole", server: str = "t
 
 
 def _is_on(value: Any) -> bool:
-    if isinstance(value, Mapping):  # vLLM's kv_transfer_config, which may be there and name no connector
+    if isinstance(value, Mapping):  # vLLM's kv_transfer_config, which may be set without a connector
         return value.get("kv_connector") is not None if "kv_connector" in value else bool(value)
     return value not in (None, False, 0, "", "null", "none", "None")

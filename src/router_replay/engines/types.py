@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: Sampling, Request, Completion, Capabilities.
+"""Defines the inputs and outputs of an engine: Sampling, Request, Completion, Capabilities.
 
 Row i of `completion.routes` belongs to position `completion.start + i` of prompt + completion. The last sampled token
 was never forwarded and has no row.
@@ -34,10 +34,10 @@ _NEW_ID = "".join(["new ", "id"])  # compared by identity: nobody else has this 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Holds the sampling parameters of a request.
 
-    The log-probs that come back are of the distribution at `temperature`. With `top_p` below 1, SGLang and the
-    embedded engine give them before the cut, vLLM after it.
+    The returned log-probs are those of the distribution at `temperature`. With `top_p` below 1, SGLang and the
+    embedded engine return them before the top-p cut, and vLLM after it.
     """
 
     max_tokens: int = 16
@@ -49,7 +49,7 @@ class Sampling:
     n: int = 1
 
     def check(self, place: str, vocabulary: int | None = None) -> Sampling:
-        """The same in plain Python numbers, or EngineError that names the field."""
+        """Return a copy in plain Python numbers. Raises EngineError that names the invalid field."""
         n = checks.integer(self.n, f"{place}: n", 1, MOST_SAMPLES + 1)
         temperature = checks.number(self.temperature, f"{place}: temperature")
         top_p = checks.number(self.top_p, f"{place}: top_p")
@@ -73,10 +73,10 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class Request:
-    """One prompt. `start` leaves the rows before that position out of the answer: the caller knows them.
+    """Holds one prompt. Rows before position `start` are not returned, because the caller already has them.
 
     `forced_routes` are rows [0, len) of the prompt that the engine must use instead of its own choice
-    (an aborted rollout that goes on); positions beyond them, and uncaptured rows, are routed live.
+    (to continue an aborted rollout); positions beyond them, and uncaptured rows, are routed live.
     """
 
     token_ids: Sequence[int]
@@ -111,7 +111,7 @@ class Request:
         return self.start
 
     def check(self, spec: RouterSpec, capabilities: Capabilities, vocabulary: int | None = None) -> Request:
-        """The same request in plain Python values, or EngineError with the reason, before anything is sent."""
+        """Return the request in plain Python values. Raises EngineError with the reason if it is invalid."""
         if not isinstance(self.id, str) or not self.id:
             raise EngineError(f"a request id is text that is not empty, got {checks.shown(self.id)}")
         if not isinstance(self.sampling, Sampling):
@@ -146,9 +146,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
-    """What came back for one sample of one request, whole or up to an abort.
+    """Holds the result for one sample of one request, complete or up to an abort.
 
-    `versions[i]` is the policy version that sampled token i; a weight swap in flight gives more than one.
+    `versions[i]` is the policy version that sampled token i; a weight swap in flight gives more than one version.
     """
 
     request_id: str
@@ -175,13 +175,14 @@ class Completion:
         start: int | None = None,
         vocabulary: int | None = None,
     ) -> Completion:
-        """A checked Completion from the parts of an answer, or EngineError where they do not fit. All engines use it.
+        """Build a checked Completion from the parts of an answer. All engines use it.
 
-        `routes` are the rows from `start` on (the request's by default); None says that none were captured.
-        `versions` are those of the last rows, as many as are given; the rows before have the first one's. The token
-        at position p was sampled by the pass that computed row p - 1, so versions of tokens and versions of rows end
-        alike, and one number per token is enough. Forced rows keep the version that routed them first; that they came
-        back is checked.
+        `routes` are the rows from `start` on (the request's start by default); None means that none were captured.
+        `versions` apply to the last rows; earlier rows get the first given version. The token at position p was
+        sampled by the pass that computed row p - 1, so the versions of tokens and of rows end alike, and one number
+        per token is enough. Forced rows keep the version that first routed them.
+
+        Raises EngineError if the parts do not fit together or the forced rows were not returned.
         """
         if finish_reason not in get_args(FinishReason):
             raise EngineError(
@@ -212,7 +213,7 @@ class Completion:
 
     @classmethod
     def nothing(cls, request: Request, spec: RouterSpec) -> list[Completion]:
-        """What an abort leaves of a request that never started: n empty samples."""
+        """Return n empty samples, the result of aborting a request that never started."""
         return [
             cls.assemble(
                 request, index, spec=spec, token_ids=(), logprobs=(), routes=None, versions=(), finish_reason="abort"
@@ -221,9 +222,9 @@ class Completion:
         ]
 
     def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
-        """Nothing half-received or made up becomes a sample.
+        """Check this completion and return it. Raises EngineError if it is incomplete or invalid.
 
-        Tokens, log-probs, versions and rows must fit each other; tokens must be of the vocabulary, where it is known,
+        Tokens, log-probs, versions and rows must match in number; tokens must be in the vocabulary, if it is known,
         and log-probs must be those of tokens that can be sampled.
         """
         tokens = len(self.token_ids)
@@ -266,13 +267,13 @@ def _row_versions(versions: ArrayLike, rows: int, place: str) -> np.ndarray:
 
 
 def _with_versions(routes: Routes, request: Request, versions: np.ndarray, start: int) -> Routes:
-    """The rows from `start` on with the versions of all rows, forced ones with their own."""
+    """Return the rows from `start` on with their versions; forced rows keep their own versions."""
     forced = request.forced_routes
     if forced is not None and len(forced) > start:
         given = forced[start:]
         captured = given.captured
         returned = routes[: len(given)]
-        # Where the engine chose the same set by itself, it keeps its own slot order.
+        # If the engine chose the same set by itself, it keeps its own slot order.
         same = kernel.sort_sets(returned.ids[captured]) == kernel.sort_sets(given.ids[captured])
         if not same.all() or not returned.captured[captured].all():
             unused = ~same.all(axis=(1, 2)) | ~returned.captured[captured]
@@ -289,10 +290,10 @@ def _with_versions(routes: Routes, request: Request, versions: np.ndarray, start
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; `why_not` says why a thing that users expect is missing.
+    """Describes what an engine can do; `why_not` says why a feature that users expect is missing.
 
-    `routes`: rows come back. `forced_routes`: it can be told which experts to use. `start`: rows can be left out of an
-    answer. `versions`: weights can be loaded, and each token says which version sampled it.
+    `routes`: the engine returns rows. `forced_routes`: the caller can set which experts to use. `start`: rows can be
+    left out of an answer. `versions`: weights can be loaded, and each token has the version that sampled it.
     """
 
     routes: bool

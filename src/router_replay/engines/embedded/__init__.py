@@ -1,3 +1,3 @@
-"""The embedded engine: a transformers model in this process."""
+"""Provides the embedded engine, which runs a transformers model in this process."""
 
 from router_replay.engines.embedded.engine import EmbeddedEngine as EmbeddedEngine

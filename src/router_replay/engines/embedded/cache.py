@@ -1,4 +1,4 @@
-"""The key-value cache of sequences of different lengths that decode together.
+"""Implements the key-value cache of sequences of different lengths that decode together.
 
 Sequences are aligned at their last token; shorter ones have empty slots on the left, which the attention mask hides.
 
@@ -6,7 +6,7 @@ Sequences are aligned at their last token; shorter ones have empty slots on the 
                        d e f g h
 
 A prompt is computed without padding and joins afterwards, so no pass ever sees a padding token: every row that the
-routers record is the row of a real token. A sliding-window layer keeps its last slots only, which are aligned alike.
+routers record is the row of a real token. A sliding-window layer keeps only its last slots, aligned in the same way.
 
 Shapes: B sequences, H key heads, S slots, D size of a head.
 """
@@ -23,7 +23,7 @@ from router_replay.families.records import MIXES_TOKENS, by_model_type
 
 
 def why_one_at_a_time(config: Any) -> str:
-    """Why sequences of this model cannot share a cache; empty where they can."""
+    """Return the reason why sequences of this model cannot share a cache; empty if they can."""
     if by_model_type(config.model_type).mixes_tokens:
         return MIXES_TOKENS
     text = config.get_text_config(decoder=True)
@@ -41,7 +41,7 @@ def why_one_at_a_time(config: Any) -> str:
 
 
 class RaggedCache:
-    """A DynamicCache with the number of tokens of each of its sequences; empty slots stand on the left only."""
+    """Wraps a DynamicCache and tracks the length of each sequence; empty slots are only on the left."""
 
     def __init__(self, cache: DynamicCache | None = None, lengths: list[int] | None = None) -> None:
         self.cache = cache
@@ -52,28 +52,28 @@ class RaggedCache:
         return max(self.lengths, default=0)
 
     def positions(self, device: Any) -> Any:
-        """The position of the next token of each sequence, [B, 1]."""
+        """Return the position of the next token of each sequence, [B, 1]."""
         return torch.tensor(self.lengths, device=device)[:, None]
 
     def mask(self, device: Any) -> Any:
-        """Which slots each sequence may see in the next pass, [B, S + 1]; None where all are full."""
+        """Return which slots each sequence may attend to in the next pass, [B, S + 1]; None if no slot is empty."""
         if min(self.lengths) == self.width:
             return None
         first_B1 = self.width - torch.tensor(self.lengths, device=device)[:, None]
         return (torch.arange(self.width + 1, device=device) >= first_B1).long()
 
     def advance(self) -> None:
-        """A pass has put one token into every sequence."""
+        """Count one more token in every sequence, after a pass has added it."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def join(self, other: RaggedCache) -> None:
-        """Put the sequences of another cache behind these. The other one must not be used afterwards."""
+        """Append the sequences of another cache. The other cache must not be used afterwards."""
         if self.cache is None or not self.lengths:
             self.cache, self.lengths = other.cache, other.lengths
             return
         assert other.cache is not None
         for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
-            if not mine.is_initialized:  # a layer that uses another's keys keeps none
+            if not mine.is_initialized:  # a layer that shares another layer's keys stores none
                 continue
             mine.keys = _below(mine.keys, theirs.keys)
             mine.values = _below(mine.values, theirs.values)
@@ -82,7 +82,7 @@ class RaggedCache:
         self.lengths = self.lengths + other.lengths
 
     def select(self, index: list[int]) -> None:
-        """Keep these sequences, in this order; one may be kept more than once. Slots that are empty in all go."""
+        """Keep the sequences in `index`, in this order; an index may repeat. Removes slots that are empty in all."""
         if index == list(range(len(self.lengths))):
             return
         if not index:
@@ -112,7 +112,7 @@ def _select(layer: Any, index: list[int], unused: int) -> None:
     slots = width - unused
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length -= unused
-        slots = min(width, layer.cumulative_length)  # what has left the window was cut off before
+        slots = min(width, layer.cumulative_length)  # tokens outside the window were already removed
     rows = torch.tensor(index, device=layer.keys.device)
     layer.keys = layer.keys[:, :, width - slots :].index_select(0, rows)
     layer.values = layer.values[:, :, width - slots :].index_select(0, rows)

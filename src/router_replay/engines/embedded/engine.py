@@ -1,4 +1,4 @@
-"""The embedded engine: a transformers model in this process, generating in batches with a key-value cache.
+"""Runs a transformers model in this process, generating in batches with a key-value cache.
 
     with EmbeddedEngine("Qwen/Qwen3-30B-A3B", dtype="bfloat16", device_map="cuda") as engine:
         [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(Engine):
-    """The engine over a model, or over a Hugging Face folder that is loaded with `load_arguments`.
+    """Generates with a given model, or with a Hugging Face folder that is loaded with `load_arguments`.
 
-    The model is the engine's until `close`: in evaluation mode, with routes and weights under its control. `max_batch`
-    is the number of samples that decode together, `max_prefill_tokens` that of the prompt tokens of one pass (a longer
-    prompt has a pass of its own), `max_length` that of prompt and completion (the model's own limit by default).
+    Until `close`, the engine owns the model: it sets evaluation mode and controls its routes and weights. `max_batch`
+    limits the samples that decode together, `max_prefill_tokens` the prompt tokens of one pass (a longer prompt gets
+    a separate pass), and `max_length` the tokens of prompt plus completion (by default the model's own limit).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EmbeddedEngine(Engine):
             model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
         elif load_arguments:
             raise EngineError(f"{', '.join(load_arguments)}: arguments of loading, and the model is loaded already")
-        inner = inner_model(model)  # of torch.compile, PEFT and other wrappers
+        inner = inner_model(model)  # without the wrappers of torch.compile, PEFT and others
         if inner.get_output_embeddings() is None or "decoder_input_ids" in signature(type(inner).forward).parameters:
             raise EngineError(f"{type(inner).__name__} is no decoder with a language-model head: it cannot generate")
         why = why_one_at_a_time(inner.config)
@@ -105,10 +105,10 @@ class EmbeddedEngine(Engine):
             raise
 
     def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
-        """One list of samples per request.
+        """Generate and return one list of samples per request.
 
-        The requests join together, so which of them share a pass, and with it every bit of the result, depends on
-        them alone and not on the timing of threads.
+        The requests join the batch together. Which requests share a pass, and so every bit of the result, depends only
+        on the requests and not on thread timing.
         """
         checked = self._checked_batch(requests)
         flights = [Flight(request, self._end_of_sequence, self._max_length) for request in checked]
@@ -134,10 +134,10 @@ class EmbeddedEngine(Engine):
         self._when_settled("keep", lambda: self._set_paused(False))
 
     def update_weights(self, source: Source, version: int, in_flight: InFlight = "abort") -> None:
-        """Take the weights of a folder, a state dict or a module in place. Generation stands still meanwhile.
+        """Load the weights of a folder, a state dict or a module in place. Generation stops meanwhile.
 
-        A source that does not fit raises before a request is touched. Requests that are kept go on with their
-        key-value cache, which is of the old weights; the versions of their tokens and rows say so.
+        Raises EngineError for a source that does not fit, before any request is affected. Kept requests continue with
+        their key-value cache of the old weights; the versions of their tokens and rows record this.
         """
         refuse_folder(source)
         version = checks.version(version)
@@ -164,7 +164,7 @@ class EmbeddedEngine(Engine):
         return request
 
     def _give_up(self, flights: Sequence[Flight]) -> None:
-        """Nobody waits for these any more: free their places."""
+        """Free the places of requests whose callers no longer wait."""
         for flight in flights:
             flight.future.cancel()
         with self._wake:
@@ -201,11 +201,11 @@ class EmbeddedEngine(Engine):
             self._shut_down()
 
     def _next_commands(self) -> bool:
-        """Run the commands that came during the last pass; wait for one where there is nothing to do. False: end."""
+        """Run the commands that arrived during the last pass, or wait for one if idle. Returns False to end."""
         with self._wake:
             while not (self._commands or self._closing or self._schedule.has_work()):
                 self._wake.wait()
-                self._schedule.land()  # a wake without a command is a cancelled submit
+                self._schedule.land()  # a wake-up without a command is a cancelled submit
             if self._closing:
                 return False
             commands, self._commands = self._commands, []
@@ -213,7 +213,7 @@ class EmbeddedEngine(Engine):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(command())
-                except BaseException as error:  # whatever it is, its caller is the one to know
+                except BaseException as error:  # any error is passed to the caller
                     future.set_exception(error)
         return True
 

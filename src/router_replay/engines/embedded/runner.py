@@ -1,9 +1,9 @@
-"""The passes of the embedded engine: prompts alone, then one token of every running sample at a time.
+"""Runs the forward passes of the embedded engine: prompts first, then one token of every running sample at a time.
 
-Prompts of one length share a pass; each joins the running batch afterwards. Rows are taken from RouterReplay.record
-and forced by RouterReplay.replay. All of this runs on the engine's thread.
+Prompts of equal length share a pass and join the running batch afterwards. RouterReplay.record records the rows, and
+RouterReplay.replay forces them. All of this runs on the engine's thread.
 
-Shapes: G prompts of one pass, T tokens of each, B running samples, L routed layers, K top-k, V vocabulary.
+Shapes: G prompts in one pass, T tokens in each, B running samples, L routed layers, K top-k, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from router_replay.routes import Routes
 
 
 class Runner:
-    """A model with the samples that are being generated. An error in a pass fails the samples of that pass only."""
+    """Runs a model on the samples in progress. An error in a pass fails only the samples of that pass."""
 
     def __init__(self, model: Any, replayer: RouterReplay, *, one_at_a_time: bool) -> None:
         self._model = model
         self._inner = inner_model(model)
         self._replayer = replayer
-        self._own_cache = one_at_a_time  # of a class that the model alone knows
+        self._own_cache = one_at_a_time  # the model creates a cache of its own class
         self._last_logits_only = "logits_to_keep" in inspect.signature(type(self._inner).forward).parameters
         self._cache = RaggedCache()
         self.samples: list[Sample] = []
 
     def prefill(self, samples: Sequence[Sample], version: int) -> None:
-        """Compute the prompts of these samples, which are of one length, and let them join with a token each."""
+        """Compute the prompts of these samples (all of one length), sample a token each, and add them to the batch."""
         flights = list(dict.fromkeys(sample.flight for sample in samples))
         length = len(flights[0].tokens)
         cache = None if self._own_cache else DynamicCache(config=self._inner.config)
@@ -61,7 +61,7 @@ class Runner:
         self.drop_landed()
 
     def decode(self, version: int) -> None:
-        """One more token for every running sample."""
+        """Generate one more token for every running sample."""
         cache, device = self._cache, self._inner.device
         try:
             tokens_B1 = torch.tensor([[sample.tokens[-1]] for sample in self.samples], device=device)
@@ -72,12 +72,12 @@ class Runner:
             cache.advance()
             self._sample(self.samples, logits_BV, [rows_BLK[i : i + 1] for i in range(len(rows_BLK))], version)
         except Exception as error:
-            # Some layers may have taken the token into their cache and some not: nothing of this batch can go on.
+            # Some layers may have cached the token and some not, so no sample of this batch can continue.
             _fail([sample.flight for sample in self.samples], error)
         self.drop_landed()
 
     def drop_landed(self) -> None:
-        """Take what is through, failed or aborted out of the batch."""
+        """Remove finished, failed and aborted samples from the batch."""
         kept = [i for i, sample in enumerate(self.samples) if not sample.finish and not sample.flight.landed]
         if len(kept) < len(self.samples):
             self._cache.select(kept)
@@ -86,7 +86,10 @@ class Runner:
     def _forward(
         self, tokens: Any, positions: Any, mask: Any, cache: Any, forced: Routes | None
     ) -> tuple[Any, np.ndarray, Any]:
-        """The logits of the last token of each sequence, the rows of all tokens in order, and the cache."""
+        """Run a pass.
+
+        Returns the logits of each sequence's last token, the rows of all tokens in order, and the cache.
+        """
         replay = contextlib.nullcontext() if forced is None else self._replayer.replay(forced)
         last = {"logits_to_keep": 1} if self._last_logits_only else {}
         with replay, self._replayer.record() as recorded:
@@ -114,7 +117,7 @@ class Runner:
 
 
 def _forced(flights: Sequence[Flight], replayer: RouterReplay) -> Routes | None:
-    """The rows of one pass, in the order of its tokens; None where nothing is forced."""
+    """Return the forced rows of one pass, in the order of its tokens; None if nothing is forced."""
     parts = []
     for flight in flights:
         forced = flight.request.forced_routes

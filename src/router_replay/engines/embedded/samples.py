@@ -1,4 +1,4 @@
-"""A request on its way through the embedded engine: its samples, what each has so far, and the Completion of it.
+"""Tracks a request in the embedded engine: its samples, their output so far, and their Completions.
 
 Shapes: T prompt tokens, L routed layers, K top-k.
 """
@@ -16,11 +16,11 @@ from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-RESOLUTION = 1 << 40  # below 1 by more than a float64 rounds, finer than any probability that matters
+RESOLUTION = 1 << 40  # coarser than float64 rounding near 1, finer than any probability that matters
 
 
 class Flight:
-    """One request and its future. It has landed when the future has an answer, whatever that is."""
+    """Holds one request and its future. The flight has landed when the future has a result or an error."""
 
     def __init__(self, request: Request, end_of_sequence: Collection[int], max_length: int) -> None:
         sampling = request.sampling
@@ -38,9 +38,9 @@ class Flight:
             self.future.set_exception(error)
 
     def land(self, spec: RouterSpec) -> list[Completion]:
-        """Answer with what there is; a sample that was not through is aborted.
+        """Answer the request with its output so far and return it; an unfinished sample is marked as aborted.
 
-        Where no answer can be made of it, that is the error of this request, and nobody else's.
+        If no valid answer can be built, only this request fails.
         """
         self.landed = True
         try:
@@ -56,7 +56,7 @@ class Flight:
 
 
 class Sample:
-    """One of the n samples of a request."""
+    """Holds the state of one of the n samples of a request."""
 
     def __init__(self, flight: Flight, index: int) -> None:
         self.flight = flight
@@ -73,7 +73,7 @@ class Sample:
         return int(self._random.integers(RESOLUTION)) / RESOLUTION
 
     def take(self, rows: np.ndarray, token: int, logprob: float, version: int) -> None:
-        """What one pass gave: the rows that it computed and the token that it sampled."""
+        """Add the results of one pass: the computed rows and the sampled token with its log-prob and version."""
         self._rows.append(rows)
         self.tokens.append(token)
         self._logprobs.append(logprob)

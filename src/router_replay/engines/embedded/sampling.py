@@ -1,7 +1,7 @@
-"""Draw the next token of every sequence of a batch, each by its own parameters and its own random numbers.
+"""Samples the next token of every sequence of a batch, each with its own parameters and random numbers.
 
-A sample brings one uniform number per token and takes the token where the cumulated distribution passes it. So what
-a sample draws depends on its own seed and its own logits, whatever else is in the batch.
+Each sample provides one uniform number per token and takes the token where the cumulative distribution exceeds it. The
+result depends only on the sample's own seed and logits, and not on the rest of the batch.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -17,9 +17,10 @@ from router_replay.engines.types import Sampling
 
 
 def draw(logits_BV: Any, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Tokens [B], their log-probs [B] at the sample's temperature before top-p, and where the logits were usable [B].
+    """Sample one token per sequence.
 
-    Temperature 0 takes the likeliest token, and its log-prob is that of temperature 1.
+    Returns the tokens [B], their log-probs [B] at the sample's temperature before top-p, and whether the logits were
+    usable [B]. Temperature 0 takes the most likely token, and returns its log-prob at temperature 1.
     """
     device = logits_BV.device
     logits_BV = logits_BV.float()
@@ -39,7 +40,7 @@ def draw(logits_BV: Any, samplings: Sequence[Sampling], uniforms: Sequence[float
 
 
 def _nucleus(probs_BV: Any, top_p_B: Any) -> Any:
-    """Only the likeliest tokens that together reach top_p; the likeliest one always."""
+    """Keep only the most likely tokens that together reach top_p; the most likely token is always kept."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     outside_BV = (before_BV >= top_p_B[:, None]) & (top_p_B[:, None] < 1)
@@ -48,7 +49,7 @@ def _nucleus(probs_BV: Any, top_p_B: Any) -> Any:
 
 
 def _at(probs_BV: Any, uniforms_B: Any) -> Any:
-    """The first token whose cumulated probability is beyond the uniform number: never one of probability 0."""
+    """Return the first token whose cumulative probability exceeds the uniform number; never one of probability 0."""
     cumulated_BV = probs_BV.double().cumsum(-1)  # in float32, a large vocabulary would round small ones away
     targets_B1 = uniforms_B[:, None] * cumulated_BV[:, -1:]
     return torch.searchsorted(cumulated_BV, targets_B1, right=True)[:, 0].clamp(max=probs_BV.shape[-1] - 1)

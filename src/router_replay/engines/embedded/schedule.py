@@ -1,7 +1,7 @@
-"""Who is in the batch: requests join and leave between two passes, and barriers stop the traffic where asked.
+"""Schedules the batch: requests join and leave between two passes, and barriers block new requests.
 
-A barrier is something that happens between two passes with the requests in flight settled: a pause, a weight swap.
-Barriers pass in the order of their calls. All of this runs on the engine's thread.
+A barrier is an action between two passes, such as a pause or a weight swap, that runs once the requests in flight are
+settled. Barriers run in the order of their calls. All of this runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from router_replay.spec import RouterSpec
 
 @dataclasses.dataclass(eq=False)
 class Barrier:
-    """`prepare` may fail before a request is touched; `act` runs when all that came before are settled.
+    """Describes a pending action. `prepare` may fail before any request is affected; `act` runs after settling.
 
-    While a barrier is open, no request joins the batch but those it waits for.
+    `act` runs when all earlier requests are settled. While a barrier is pending, only the requests that it waits for
+    may join the batch.
     """
 
     in_flight: InFlight
     prepare: Callable[[], None]
     act: Callable[[], None]
     future: concurrent.futures.Future[None]
-    before: Sequence[Flight] = ()  # in flight when it was called: a request that comes later is not its business
+    before: Sequence[Flight] = ()  # in flight when it was called; later requests are not affected
     is_open: bool = False
     waits_for: Sequence[Flight] = ()
 
 
 class Schedule:
-    """The requests of one engine. `version` is that of the weights that the next pass runs with."""
+    """Manages the requests of one engine. `version` is the version of the weights used by the next pass."""
 
     def __init__(self, runner: Runner, spec: RouterSpec, version: int, max_batch: int, max_prefill_tokens: int) -> None:
         self.version = version
         self.paused = False
-        self.broken = ""  # why the weights are unknown, where they are
+        self.broken = ""  # the reason why the weights are unknown, if they are
         self._barriers: collections.deque[Barrier] = collections.deque()
         self._runner = runner
         self._spec = spec
@@ -63,7 +64,7 @@ class Schedule:
             self._waiting += flight.samples
 
     def abort(self, wanted: Sequence[str] | None) -> list[Completion]:
-        """Land these requests as they are, or all. Names of nobody who is in flight are passed over."""
+        """End these requests (all if None) with their output so far, and return it. Unknown ids are ignored."""
         return self._bring_down([flight for flight in self._flights if wanted is None or flight.request.id in wanted])
 
     def _bring_down(self, flights: Sequence[Flight]) -> list[Completion]:
@@ -76,11 +77,11 @@ class Schedule:
         self._barriers.append(barrier)
 
     def end(self, reason: str) -> None:
-        """Nothing goes on: everybody who waits is told why."""
+        """Stop everything, and fail all waiting calls with the reason."""
         for flight in self._flights:
             flight.fail(EngineError(f"{flight.request.id}: {reason}"))
         for barrier in self._barriers:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it passed, and the thread died after
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it had completed before the thread died
                 barrier.future.set_exception(EngineError(reason))
 
     def fail_all(self, reason: str) -> None:
@@ -94,7 +95,7 @@ class Schedule:
         return not self.paused and bool(self._runner.samples or self._admissible())
 
     def advance(self) -> None:
-        """Let one group of prompts join, and give a token to every sample that was running before."""
+        """Add one group of prompts to the batch, and generate a token for every sample that was already running."""
         if self.paused:
             return
         running = bool(self._runner.samples)
@@ -108,7 +109,7 @@ class Schedule:
         self.land()
 
     def land(self) -> None:
-        """Answer what is through, and forget what has an answer or is not waited for any more."""
+        """Answer finished requests, and remove those that are answered or no longer awaited."""
         landed = []
         for flight in self._flights:
             if flight.future.cancelled():
@@ -124,7 +125,7 @@ class Schedule:
             self._runner.drop_landed()
 
     def pass_barriers(self) -> None:
-        """Let each barrier act whose requests are settled, up to the first that has to wait."""
+        """Run the barriers whose requests are settled, up to the first that has to wait."""
         while self._barriers:
             barrier = self._barriers[0]
             try:
@@ -154,7 +155,7 @@ class Schedule:
             barrier.waits_for = flights
 
     def _admissible(self) -> list[Sample]:
-        """The samples that may join now, in order: of one prompt length, so that no pass needs padding."""
+        """Return the samples that may join now, in order; all have one prompt length, so no pass needs padding."""
         room = self._max_batch - len(self._runner.samples)
         group: list[Sample] = []
         prompts: set[Flight] = set()

@@ -1,7 +1,7 @@
-"""New weights for a model that is running: read and compared first, so that a wrong source changes nothing.
+"""Loads new weights into a running model. They are read and checked first, so that a wrong source changes nothing.
 
-A folder goes through transformers, which knows how the names and expert tensors of a checkpoint become those of the
-module. It is read into host memory beside the running model, and then copied in place.
+A folder is loaded by transformers, which maps the names and expert tensors of a checkpoint to those of the module. It
+is read into host memory beside the running model, and then copied in place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 from router_replay.errors import EngineError, shorten
 from router_replay.forward.inner import inner_model
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, which a checker may not see
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, unknown to a type checker
 
 
 def refuse_folder(source: Any) -> None:
-    """The cheap look, before anything in flight is touched."""
+    """Raise EngineError for an unusable folder: a cheap check before any request in flight is affected."""
     if isinstance(source, Mapping | nn.Module):
         return
     if not isinstance(source, str | os.PathLike):
@@ -34,7 +34,10 @@ def refuse_folder(source: Any) -> None:
 
 
 def stage(model: Any, source: Source) -> dict[str, Any]:
-    """A tensor of the right shape for every name in the model's state dict, or EngineError that says what is wrong."""
+    """Return a tensor of the right shape for every name in the model's state dict.
+
+    Raises EngineError with the reason if the source does not fit.
+    """
     if isinstance(source, nn.Module):
         return _fitting(model, inner_model(source).state_dict(), type(source).__name__)
     if isinstance(source, Mapping):
@@ -43,7 +46,7 @@ def stage(model: Any, source: Source) -> dict[str, Any]:
     try:
         loaded, info = type(model).from_pretrained(
             folder,
-            config=copy.deepcopy(model.config),  # ours: a folder of weights alone will do
+            config=copy.deepcopy(model.config),  # the running model's config, so that the folder needs only weights
             generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
             dtype=model.dtype,
             use_safetensors=True,
@@ -77,7 +80,7 @@ _WRONG = {
 def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
     wanted = model.state_dict()
     found = {name: tensors[name] for name in wanted if name in tensors}
-    for name in wanted.keys() - found.keys():  # a tied tensor has two names, and a source may give one
+    for name in wanted.keys() - found.keys():  # a tied tensor has two names, and a source may give only one
         twin = next((other for other in found if wanted[other].data_ptr() == wanted[name].data_ptr()), None)
         if twin is not None and wanted[name].numel():
             found[name] = found[twin]

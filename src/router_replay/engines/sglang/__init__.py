@@ -1,3 +1,3 @@
-"""SGLang: a server by its URL."""
+"""Connects to an SGLang server by URL."""
 
 from router_replay.engines.sglang.engine import SglangEngine as SglangEngine

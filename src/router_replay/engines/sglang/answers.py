@@ -1,12 +1,12 @@
-"""SGLang's answers, read strictly: `/generate`, and the OpenAI routes with `sglext`.
+"""Parses SGLang's answers strictly: `/generate`, and the OpenAI routes with `sglext`.
 
-Which weights sampled a token is in `meta_info.weight_versions`, spans over the sampled tokens:
+`meta_info.weight_versions` says which weights sampled each token, as spans over the sampled tokens:
 
     [{"version": "3", "start": 0, "end": 41}, {"version": "4", "start": 41, "end": 60}]
 
-A request that was held in place while weights changed keeps its KV and its rows: both spans stand. A request that was
-retracted (`num_retractions`) computed its old tokens anew, and the rows that come back for them are the NEW weights',
-while their log-probs are the old ones'. Such an answer is refused: no later step could tell that it is wrong.
+A request that was held in place while weights changed keeps its KV and its rows, so both spans are valid. A request
+that was retracted (`num_retractions`) recomputed its old tokens: their rows come from the NEW weights, but their
+log-probs from the old ones. Such an answer is refused, because no later step could detect that it is wrong.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def completion_of(
     routes: bool,
     vocabulary: int | None = None,
 ) -> Completion:
-    """One sample of `/generate`. `version` is the policy at its start, `names` the policies by the server's names.
+    """Return one sample from a `/generate` answer. Raises EngineError if the answer is invalid.
 
-    `routes` says whether rows were asked for; where they were not, they are said to be missing.
+    `version` is the policy version when the request started; `names` maps the server's version names to policy
+    versions. `routes` says whether rows were requested; if not, they are marked as missing.
     """
     answer = decoded(body, _Answer, f"{request.id}: the answer to /generate")
     meta, tokens, prompt = answer.meta_info, len(answer.output_ids), len(request.token_ids)
@@ -77,9 +78,9 @@ def completion_of(
     finish = meta.finish_reason.type if meta.finish_reason else None
     found = None
     if tokens and meta.routed_experts is not None:
-        # Zero layers are counted over all answers, by CaptureWatch.
+        # CaptureWatch counts zero layers over all answers.
         found = _rows(meta.routed_experts, spec, request.id, allow_zero_layers=True)
-    elif tokens and routes and finish != "abort":  # an abort out of the queue comes with tokens and without rows
+    elif tokens and routes and finish != "abort":  # a request aborted in the queue has tokens but no rows
         raise EngineError(
             f"{request.id}: {tokens} tokens came without meta_info.routed_experts: was the server started with "
             "--enable-return-routed-experts?"
@@ -100,10 +101,11 @@ def completion_of(
 def routes_of_openai(
     body: bytes | Mapping[str, Any], spec: RouterSpec, *, start: int = 0, allow_zero_layers: bool = False
 ) -> Routes:
-    """The rows of a `/v1/completions` or `/v1/chat/completions` answer, asked for with `return_routed_experts`.
+    """Return the rows of a `/v1/completions` or `/v1/chat/completions` answer requested with `return_routed_experts`.
 
-    `start` is the `routed_experts_start_len` that was sent. SGLang puts one array beside all choices, the first
-    choice's: an answer of more than one choice is refused. `allow_zero_layers` is Routes.from_engine's.
+    `start` is the `routed_experts_start_len` that was sent. SGLang returns one array for all choices, that of the
+    first choice, so an answer with more than one choice is refused with EngineError. `allow_zero_layers` is passed to
+    Routes.from_engine.
     """
     try:
         answer = msgspec.json.decode(body) if isinstance(body, bytes) else body

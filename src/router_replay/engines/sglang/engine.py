@@ -1,11 +1,11 @@
-"""An SGLang server by its URL: `/generate`, tokens in and tokens out, with the routes of every sample.
+"""Connects to an SGLang server by URL: `/generate`, tokens in and tokens out, with the routes of every sample.
 
     with SglangEngine("http://127.0.0.1:30000") as engine:
         print(engine.capabilities.why_not)      # what this server cannot do, found out when connecting
 
-The server is started with --enable-return-routed-experts. Samples of one request are sent one by one, so that each
-has its own rows and can be aborted by its own name. KV of older weights is kept apart by `extra_key`, the name of the
-policy version, which SGLang makes a part of its prefix cache's keys.
+The server must be started with --enable-return-routed-experts. Each sample of a request is sent separately, so that it
+has its own rows and can be aborted by its own name. `extra_key`, the name of the policy version, separates KV of older
+weights: SGLang includes it in the keys of its prefix cache.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
 TESTED = "0.5.23"
-BREATH = 0.05  # seconds; a request of another client does not end in so short a time
-FLUSHES = 6  # tries, with growing pauses: a request that is just ending still holds its blocks
+BREATH = 0.05  # seconds; too short for a request of another client to end
+FLUSHES = 6  # attempts, with growing pauses: a request that is just ending still holds its blocks
 NOT_FLUSHED = "cache was not flushed"
 UNTOUCHED = ("Failed to get model loader", "Failed to get weights iterator")  # before the first weight is written
 _NO_CAPTURE = "the server was started without --enable-return-routed-experts"
@@ -38,12 +38,13 @@ _NO_FORCING = "SGLang cannot be told which experts to use: it has no hook betwee
 
 
 class SglangEngine(RemoteEngine):
-    """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
+    """Connects to one SGLang server.
 
-    `spec` is read from the server's model folder where that is a folder of this machine, and must be given elsewhere;
-    so is `vocabulary`, the number of token ids, which may be left out.
+    `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
+    `spec` is read from the server's model folder if that is on this machine, and must be given otherwise.
+    `vocabulary`, the vocabulary size, is read in the same way, but may be omitted.
     `role` is for a server of a prefill/decode pair; see engines.prefill_decode.
-    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
     server = "SGLang"
@@ -71,18 +72,18 @@ class SglangEngine(RemoteEngine):
 
 
 class SglangBackend(Backend):
-    """The calls of an SGLang server."""
+    """Implements the calls to an SGLang server."""
 
     def __init__(self, http: Http, role: Role, vocabulary: int | None) -> None:
         self._http = http
         self._role = role
         self.vocabulary = vocabulary
-        self._names: dict[str, int] = {}  # the server's name of each policy version
+        self._names: dict[str, int] = {}  # the policy version of each name on the server
         self._name = ""
         self._seeds = False
 
     async def connect(self, given: RouterSpec | None, version: int) -> SglangBackend:
-        """Find out what the server can do, or raise with the reason why it is of no use."""
+        """Query what the server can do. Raises EngineError with the reason if it cannot be used."""
         try:
             await self._look(given, version)
         except BaseException:
@@ -140,7 +141,7 @@ class SglangBackend(Backend):
         try:
             return await asyncio.gather(*samples)
         finally:
-            for sample in samples:  # one failed: the others' connections close, and SGLang ends them
+            for sample in samples:  # one failed: close the other connections, so that SGLang aborts them
                 sample.cancel()
 
     async def _sample(self, flight: Flight, index: int) -> Completion:
@@ -163,7 +164,7 @@ class SglangBackend(Backend):
     # -- holding and loading --------------------------------------------------------------------
 
     async def hold(self, kept: Sequence[Flight]) -> None:
-        # Never "retract": after a weight swap the rows of what was retracted are not those that sampled its tokens.
+        # Never use "retract": after a weight swap, rows of a retracted request are not those that sampled its tokens.
         await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True, patient=True)
 
     async def go(self) -> None:
@@ -182,20 +183,23 @@ class SglangBackend(Backend):
         if not loaded and NOT_FLUSHED not in text:
             problem = f"{self._http.url} did not load {source}: {text[:500]}"
             if not text.startswith(UNTOUCHED):
-                # Its roll-back reads the new folder again, so "rolled back" does not mean the old weights.
+                # SGLang's roll-back reads the new folder again, so "rolled back" does not mean the old weights.
                 raise BrokenError(f"{problem}. What it holds now is unknown: load weights anew into a fresh server")
             raise EngineError(problem)
         if not loaded:
             await self._finish(str(source), name)
         self._names[name] = version
         self._name = name
-        return {}  # each answer says which weights sampled its tokens
+        return {}  # not needed: each answer says which weights sampled its tokens
 
     async def _finish(self, source: str, name: str) -> None:
-        """The weights are the new ones: what fails from here on leaves a server that calls them by the old name."""
+        """Complete an update after the new weights are loaded.
+
+        A failure here leaves a server that reports the new weights under the old version name.
+        """
         try:
             await self._flush(source)
-            # The refused flush made SGLang's front end keep the old name.
+            # SGLang's front end kept the old name, because the flush was refused.
             body = {"new_version": name, "abort_all_requests": False}
             await self._http.expect("POST", "/update_weight_version", body, patient=True)
         except BrokenError:
@@ -204,7 +208,7 @@ class SglangBackend(Backend):
             raise BrokenError(f"{self._http.url} loaded {source}, but not its name and cache: {error}") from error
 
     async def _flush(self, source: str) -> None:
-        """KV and rows of the old weights must go: SGLang answers that it loaded, but not flushed."""
+        """Flush the KV and rows of the old weights: SGLang reports a successful load even if it did not flush."""
         pause, text = FIRST_PAUSE, ""
         for attempt in range(FLUSHES):
             status, answer = await self._http.request("POST", "/flush_cache", repeat=True, patient=True)
@@ -221,8 +225,11 @@ class SglangBackend(Backend):
         )
 
     async def _breathe(self) -> None:
-        """Let the scheduler run for a moment: a request that ended just before the pause is still in it, and counts
-        as running until the next pass. Requests of this engine wait at the gate meanwhile."""
+        """Let the scheduler run for a moment.
+
+        A request that ended just before the pause is still in the scheduler, and counts as running until the next
+        pass. Requests of this engine do not start meanwhile.
+        """
         await self.go()
         await asyncio.sleep(BREATH)
         await self.hold(())
@@ -232,18 +239,18 @@ class SglangBackend(Backend):
 
 
 def generate_body(request: Request, index: int, name: str, version: str, routes: bool) -> dict[str, Any]:
-    """The JSON of one sample."""
+    """Return the JSON body of the request for one sample."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": -1,  # said, so that a server's preferred parameters do not bend the distribution
+        "top_k": -1,  # explicit, so that a server's preferred parameters do not change the distribution
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
-        "no_stop_trim": True,  # the token that ended it was sampled: it has a log-prob, and is the policy's
+        "no_stop_trim": True,  # the stop token was sampled by the policy and has a log-prob
         "skip_special_tokens": False,
     }
     if sampling.seed is not None:
@@ -261,7 +268,7 @@ def generate_body(request: Request, index: int, name: str, version: str, routes:
 
 
 def _model(model: dict[str, Any], given: RouterSpec | None, url: str) -> tuple[RouterSpec, int | None]:
-    """The routers and the vocabulary of the server's model, as far as they are known here."""
+    """Return the router spec and the vocabulary size (None if unknown) of the server's model."""
     path = model.get("model_path")
     config = pathlib.Path(path if isinstance(path, str) and path.isprintable() else "") / "config.json"
     if not path or not config.is_file():

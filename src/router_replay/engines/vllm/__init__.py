@@ -1,1 +1,1 @@
-"""vLLM: in this process, or a server by its URL."""
+"""Runs vLLM in this process, or connects to a vLLM server by URL."""

@@ -1,6 +1,6 @@
-"""What vLLM in process and vLLM over HTTP share: samples, weight swaps with the right versions, and the report.
+"""Implements what in-process vLLM and vLLM over HTTP share: samples, versioned weight swaps, and the report.
 
-A `Transport` supplies the few calls in which they differ.
+A `Transport` provides the few calls in which they differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router_replay.spec import RouterSpec
 
 
 class Transport(abc.ABC):
-    """How one reaches a vLLM engine. Called on the client's event loop only."""
+    """Defines the calls to a vLLM engine. They are made only on the client's event loop."""
 
     spec: RouterSpec
     capabilities: Capabilities
@@ -41,19 +41,19 @@ class Transport(abc.ABC):
     async def resume(self) -> None: ...
 
     async def call(self, method: str, **arguments: str) -> dict[str, Any]:
-        """A method of the plugin in every worker; the first worker's answer."""
+        """Call a method of the plugin in every worker, and return the first worker's answer."""
         [first, *_] = await self.call_all(method, **arguments)
         return first
 
     @abc.abstractmethod
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
-        """The same; the answers of all workers."""
+        """Call a method of the plugin in every worker, and return the answers of all workers."""
 
     @abc.abstractmethod
     async def reset_prefix_cache(self) -> bool: ...
 
     def dead(self) -> bool:
-        """Whether calls may wait for an answer that never comes."""
+        """Return whether the engine has died, so that calls could wait forever for an answer."""
         return False
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class Transport(abc.ABC):
 
 
 class VllmBackend(Backend):
-    """A vLLM engine behind a Transport."""
+    """Implements the Backend calls for a vLLM engine, over a Transport."""
 
     ends_while_held = True
 
@@ -82,7 +82,7 @@ class VllmBackend(Backend):
 
     async def generate(self, flight: Flight) -> list[Completion]:
         request = flight.request
-        # The prefix cache knows tokens only; each update has a salt of its own, whatever its version.
+        # The prefix cache only compares tokens, so each update gets a new salt, whatever its version.
         flight.salt = f"router-replay-version-{flight.version}-{self._updates}"
         samples = sorted(await self.transport.generate(flight), key=lambda sample: sample.index)
         if [sample.index for sample in samples] != list(range(request.sampling.n)):
@@ -118,16 +118,16 @@ class VllmBackend(Backend):
                 f"loading the weights of {shown} failed, what the engine holds is unknown: {error}"
             ) from error
         refused = [reason for reason in reasons if reason]
-        if len(refused) == len(reasons):  # they were there a moment ago; nothing was touched
+        if len(refused) == len(reasons):  # the weights existed a moment ago, when `find` ran; nothing was changed
             raise EngineError(refused[0])
         if refused:
             raise _broken(f"some workers loaded {shown} and some did not: {refused[0]}")
         try:
             progress = progress_of(answers[0].get("progress", {}))
             reset = await self.transport.reset_prefix_cache()
-        except Exception as error:  # the new weights are in, and would go under the old version
+        except Exception as error:  # the new weights are loaded, and would be reported as the old version
             raise _broken(f"the weights of {shown} were loaded, but vLLM did not follow: {error}") from error
-        # Frozen requests hold blocks, and vLLM then resets nothing; the salt of each update keeps the old ones apart.
+        # Kept requests hold blocks, so vLLM resets nothing; the salt of each update separates the old blocks.
         if not reset and not kept:
             raise _broken("vLLM did not reset its prefix cache after the weight update: KV of the old weights is left")
         self._updates += 1
@@ -141,7 +141,7 @@ class VllmBackend(Backend):
 
 
 class VllmClient(RemoteEngine):
-    """What VllmEngine and VllmHttpEngine share; `start` gives the transport on the engine's loop, or raises."""
+    """Implements what VllmEngine and VllmHttpEngine share; `start` creates the transport on the engine's loop."""
 
     server = "vLLM"
 
@@ -158,18 +158,18 @@ class VllmClient(RemoteEngine):
         super().__init__(connect, version, allow_zero_layers=allow_zero_layers)
 
     def _source(self, source: WeightSource) -> WeightSource:
-        """A folder, a safetensors file, or memory that `vllm.weights.share` filled."""
+        """Check the weights: a folder, a safetensors file, or shared memory from `vllm.weights.share`."""
         return source if isinstance(source, SharedTensors) else checks.folder(source)
 
     def report(self) -> dict[str, Any]:
-        """What the plugin in the worker says of itself: rules of the routers, rows forced so far, its seams."""
+        """Return the report of the plugin in the worker: router rules, number of rows forced so far, its seams."""
         backend = self._connected
         assert isinstance(backend, VllmBackend)
         return self._wait(backend.transport.call("router_replay_report"))
 
 
 def _told(source: WeightSource) -> str:
-    """The source in the words of the plugin's workers."""
+    """Return the weight source as the text that the plugin's workers expect."""
     return json.dumps(source.info() if isinstance(source, SharedTensors) else {"path": checks.folder(source)})
 
 
@@ -178,7 +178,7 @@ def _broken(reason: str) -> BrokenError:
 
 
 def _reasons(answers: Sequence[Any]) -> list[str]:
-    """Why each worker refuses weights, empty where it does not; EngineError where they do not say it."""
+    """Return why each worker refuses the weights (empty if it accepts). Raises EngineError for an invalid answer."""
     reasons = [answer.get("reason") if isinstance(answer, dict) else None for answer in answers]
     if not reasons or not all(isinstance(reason, str) for reason in reasons):
         raise EngineError(f"expected an answer with a reason from every vLLM worker, got {str(answers)[:200]}")

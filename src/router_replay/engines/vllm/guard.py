@@ -1,9 +1,9 @@
-"""The door of `router-replay serve`: an ASGI middleware of vLLM's server, in front of every route.
+"""Controls access to `router-replay serve`, as an ASGI middleware in front of every route of vLLM's server.
 
-vLLM's own --api-key guards /v1 and some others, and leaves /pause, /update_weights and /collective_rpc open. Here all
-that comes over the network, websockets among it, must bring the key of the environment variable
-ROUTER_REPLAY_API_KEY as `Authorization: Bearer KEY`. Where the server has no key, it answers only what comes in on a
-loopback address, and no web page: a page that a user looks at can reach servers on the user's machine.
+vLLM's own --api-key protects /v1 and some other routes, but leaves /pause, /update_weights and /collective_rpc open.
+With this middleware every network request, including websockets, must send the key of the environment variable
+ROUTER_REPLAY_API_KEY as `Authorization: Bearer KEY`. A server without a key answers only requests to a loopback
+address, and none from web pages: a page in a user's browser can reach servers on the user's machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 KEY = "ROUTER_REPLAY_API_KEY"
-MIDDLEWARE = "router_replay.engines.vllm.guard.Guard"  # as vLLM's --middleware takes it
+MIDDLEWARE = "router_replay.engines.vllm.guard.Guard"  # the value of vLLM's --middleware
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,7 +30,7 @@ class Guard:
         self._key = os.environ.get(KEY, "").encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):  # the server's own start and end
+        if scope["type"] not in ("http", "websocket"):  # startup and shutdown of the server
             await self._app(scope, receive, send)
             return
         status, reason = self._refusal(scope)
@@ -38,7 +38,7 @@ class Guard:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before it is accepted: HTTP 403
+            await send({"type": "websocket.close", "code": 1008, "reason": reason})  # before accepting: HTTP 403
         else:
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             if status == 401:
@@ -47,12 +47,12 @@ class Guard:
             await send({"type": "http.response.body", "body": json.dumps({"error": {"message": reason}}).encode()})
 
     def _refusal(self, scope: Scope) -> tuple[int, str]:
-        """The status and the reason; 0 where the request may pass."""
+        """Return the status and the reason of a refusal; the status is 0 if the request may pass."""
         headers = [(name.lower(), value) for name, value in scope.get("headers", ())]
         if self._key:
             sent = [value for name, value in headers if name == b"authorization"]
             scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
-            # Both are looked at in any case: the time that it takes says nothing about the key.
+            # Both are always checked, so that the time taken reveals nothing about the key.
             good = hmac.compare_digest(key.strip(), self._key) & (scheme.lower() == b"bearer")
             return (0, "") if good else (401, "this server asks for its key: Authorization: Bearer KEY")
         if not _came_by_loopback(scope):
@@ -63,9 +63,9 @@ class Guard:
 
 
 def _came_by_loopback(scope: Scope) -> bool:
-    """By the address that the connection was made to, which no header can change."""
+    """Return whether the connection was made to a loopback address, which no header can change."""
     host, port = scope.get("server") or ("", 0)
-    if port is None:  # a Unix socket: the file system says who may use it
+    if port is None:  # a Unix socket: file permissions control access
         return True
     try:
         address = ipaddress.ip_address(host)

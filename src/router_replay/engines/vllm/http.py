@@ -1,9 +1,10 @@
-"""A vLLM server, ours or a user's own, by its URL: `/inference/v1/generate`, tokens in and tokens out.
+"""Connects to a vLLM server, ours or a user's own, by URL: `/inference/v1/generate`, tokens in and tokens out.
 
     with VllmHttpEngine("http://127.0.0.1:8000") as engine:
         print(engine.capabilities.why_not)      # what this server cannot do, found out when connecting
 
-`http.py` says what is repeated and what is an EngineError; what was half received is dropped.
+`engines/http.py` describes which calls are retried and which failures raise EngineError; partially received answers
+are discarded.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ WORKERS_LIMIT = 64 << 20  # bytes: each of many workers reports the progress of 
 
 
 class VllmHttpEngine(VllmClient):
-    """A client of one server. `timeout` is for one generation or weight update in seconds; `api_key` is the server's.
+    """Connects to one vLLM server.
 
-    `spec` is needed where the plugin is missing; `vocabulary`, the number of token ids, may be given there.
-    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
+    `spec` is required if the server lacks the plugin; `vocabulary`, the vocabulary size, is optional there.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class _Response(msgspec.Struct):
 
 
 def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
-    """The choices of a generate response, or EngineError where it is not one."""
+    """Return the choices of a generate response. Raises EngineError if the body is not a valid response."""
     response = decoded(body, _Response, f"the server's answer to {GENERATE}")
     samples = []
     for choice in response.choices:
@@ -89,7 +91,7 @@ def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
 
 
 class _Report(msgspec.Struct):
-    """What the plugin in a worker says of itself, as far as it is used here."""
+    """Holds the fields of the plugin's report that are used here."""
 
     captures: bool
     forced_routes: bool
@@ -120,7 +122,7 @@ async def _connect(
 
 
 async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
-    """What this server can do, and why not the rest."""
+    """Find out what the server can do, and the reasons for what it cannot, and return a transport for it."""
     place = f"{http.url}/collective_rpc"
     body = {"method": "router_replay_report"}
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
@@ -155,7 +157,7 @@ def _with_plugin(http: Http, report: _Report, spec: RouterSpec | None, vocabular
         found = RouterSpec.from_config(config)
         tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
         stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-    except Exception as error:  # whatever a server may put there
+    except Exception as error:  # the server may send anything
         raise EngineError(
             f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -178,7 +180,7 @@ async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int |
 
 
 def _settings(text: str, place: str) -> dict[str, Any]:
-    """A config in the plugin's report. json writes NaN and Infinity, so this is not read by msgspec."""
+    """Parse a config in the plugin's report. The json module writes NaN and Infinity, which msgspec cannot read."""
     config = parsed(text, place)
     config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
@@ -207,7 +209,7 @@ class _OverHttp(Transport):
         self._end_of_sequence = stops
 
     async def captures(self) -> bool:
-        """Does one generated token come back with a row?"""
+        """Generate one token, and return whether the answer has a row."""
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
         limit = answer_limit(Request((0,), Sampling(max_tokens=1)), self.spec, samples=1)
         status, answer = await self._http.request("POST", GENERATE, body, patient=True, limit=limit)

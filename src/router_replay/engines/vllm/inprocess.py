@@ -1,9 +1,9 @@
-"""vLLM driven from this process: AsyncLLM on a thread of its own, its workers in processes that vLLM starts.
+"""Runs vLLM from this process: AsyncLLM runs on a separate thread, its workers in processes that vLLM starts.
 
     with VllmEngine("Qwen/Qwen3-30B-A3B", max_model_len=4096) as engine:
         [completion] = engine.generate([Request((5, 6, 7), Sampling(max_tokens=8))])
 
-Further keyword arguments are vLLM's engine arguments.
+Additional keyword arguments are passed to vLLM as engine arguments.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from router_replay.spec import RouterSpec
 
 
 class VllmEngine(VllmClient):
-    """A vLLM engine of one's own. With `forced_routes=False` its routers are left alone.
+    """Starts and owns a vLLM engine. With `forced_routes=False` its routers are not modified.
 
-    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 tokens on end.
+    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
     defaults = {
         "enable_return_routed_experts": True,
         "skip_tokenizer_init": True,  # tokens in, tokens out
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that was sampled from
         "generation_config": "vllm",  # a checkpoint's own sampling defaults must not change ours
     }
     problems = seams.problems()
     if problems:
         raise EngineError(f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}")
     with environment(_variables(forced_routes)):
-        plugin.register()  # this process may have loaded vLLM's plugins before they were asked for
+        plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
             transport = _InProcess(AsyncLLM.from_engine_args(arguments))
@@ -86,7 +86,7 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
 
 
 async def _capabilities(transport: Transport, forced_routes: bool) -> Capabilities:
-    """What the worker says it can do; a plugin that vLLM skipped in silence is an error here."""
+    """Return the capabilities that the worker reports. Raises EngineError if vLLM silently skipped the plugin."""
     try:
         report = await transport.call("router_replay_report")
     except Exception as error:
@@ -111,7 +111,7 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
 
 
 def _variables(forced_routes: bool) -> dict[str, str]:
-    """What asks for the plugin in the processes that vLLM starts."""
+    """Return the environment variables that enable the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
     return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
@@ -145,7 +145,7 @@ class _InProcess(Transport):
         tokens = list(choice.token_ids)
         logprobs = [step[token].logprob for token, step in zip(tokens, choice.logprobs or (), strict=False)]
         array = choice.routed_experts
-        # vLLM made the array for this answer; zero layers are counted over all answers, by CaptureWatch.
+        # vLLM made the array for this answer, so it is not copied. CaptureWatch counts zero layers over all answers.
         rows = None if array is None else Routes._from_engine(array, self.spec, allow_zero_layers=True, owned=True)
         return Sample(choice.index, tokens, logprobs, rows, choice.finish_reason)
 
@@ -170,4 +170,4 @@ class _InProcess(Transport):
     async def close(self) -> None:
         self._engine.shutdown()
         self._engine = None
-        gc.collect()  # its __del__ fails when it is left to the interpreter's end
+        gc.collect()  # its __del__ fails if it runs at interpreter exit

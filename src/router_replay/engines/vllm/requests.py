@@ -1,4 +1,4 @@
-"""A request in vLLM's words. The client writes it and the plugin reads it; neither needs torch for that."""
+"""Converts requests to vLLM's format. The client writes it and the plugin reads it; neither needs torch for that."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from router_replay.engines.types import Request
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-# The key of SamplingParams.extra_args under which the rows of a request travel: wire.encode's bytes, or base64 of them.
+# The key in SamplingParams.extra_args for the rows of a request: the bytes of wire.encode, or their base64.
 EXTRA_ARGUMENT = "router_replay"
 
 
 def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text: bool) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams, as keyword arguments or as text for JSON."""
+    """Return the fields of vLLM's SamplingParams, as keyword arguments or, with `as_text`, ready for JSON."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     if not sampling.ignore_eos:
-        # Without a tokenizer vLLM does not know the end of a sequence.
+        # Without a tokenizer, vLLM does not know the end-of-sequence tokens.
         stops += [token for token in end_of_sequence if token not in stops]
     arguments: dict[str, Any] = {
         "n": sampling.n,
@@ -33,7 +33,7 @@ def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text
         "ignore_eos": sampling.ignore_eos,
         "logprobs": 0,
         "detokenize": False,
-        # Some versions end the engine where this reaches the prompt's length; Request.check keeps it below.
+        # Some versions kill the engine if this reaches the prompt's length; Request.check keeps it below.
         "routed_experts_prompt_start": request.start,
     }
     if request.forced_routes is not None:
@@ -42,7 +42,7 @@ def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text
 
 
 def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The `eos_token_id` of a config or generation config: a number, a list, or nothing."""
+    """Return the token ids in `eos_token_id` of a config or generation config: a number, a list, or nothing."""
     found = config.get("eos_token_id")
     if found is None:
         return ()
@@ -50,9 +50,9 @@ def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | bytes]:
-    """What goes into SamplingParams.extra_args: text for JSON, bytes for an engine in this process.
+    """Return the SamplingParams.extra_args for these routes: text for JSON, bytes for an engine in this process.
 
-    As text, sets are half of what there is to send; where slot order has a meaning, it stays.
+    As text, rows are sent as sets, which halves the size; slot order is kept if it has a meaning.
     """
     if not as_text:
         return {EXTRA_ARGUMENT: wire.encode(routes, codec="dense")}
@@ -61,11 +61,11 @@ def extra_arguments(routes: Routes, as_text: bool = True) -> dict[str, str | byt
 
 
 def rows_given(sampling_params: Any) -> Any:
-    """What came with a request, as text or as bytes; None where nothing did."""
+    """Return the encoded rows of a request, as text or bytes; None if it has none."""
     return ((sampling_params.extra_args if sampling_params is not None else None) or {}).get(EXTRA_ARGUMENT)
 
 
 def routes_of(given: str | bytes, spec: RouterSpec, check_rows: bool = True) -> Routes:
-    """The rows of that, checked against the model."""
+    """Decode the rows of a request and check them against the model."""
     blob = base64.b64decode(given, validate=True) if isinstance(given, str) else given
     return wire.decode(blob, spec=spec, check_rows=check_rows)

@@ -1,4 +1,4 @@
-"""What vLLM answers: samples, how far each request was when weights changed, and the Completion of each sample."""
+"""Converts vLLM's answers: samples, the progress of each request at a weight change, and the Completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = re.compile(r"^(?:(\d+)_)?.*?(rr-[0-9a-f]{32})")
 
 @dataclasses.dataclass
 class Sample:
-    """One choice of a vLLM response. `rows` is None where nothing was computed."""
+    """Holds one choice of a vLLM response. `rows` is None if nothing was computed."""
 
     index: int
     token_ids: Sequence[int]
@@ -28,7 +28,7 @@ class Sample:
 
 
 def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Rows computed by our names and sample indices, from what a worker reports by vLLM's internal ids."""
+    """Return the computed rows by our names and sample indices, from a worker's report by vLLM's internal ids."""
     found: dict[str, dict[int, int]] = {}
     if not isinstance(reported, Mapping):
         raise EngineError(f"the worker's progress is not a table of requests: {checks.shown(reported)}")
@@ -41,7 +41,7 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
 
 
 def completion_of(sample: Sample, flight: Flight, spec: RouterSpec, vocabulary: int | None = None) -> Completion:
-    """A checked Completion, or EngineError where the parts of a response do not fit each other."""
+    """Build a checked Completion. Raises EngineError if the parts of a response do not fit together."""
     request = flight.request
     rows = row_count(len(request.token_ids), len(sample.token_ids))
     return Completion.assemble(

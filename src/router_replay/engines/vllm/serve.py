@@ -1,12 +1,12 @@
-"""`router-replay serve MODEL`: vLLM's own OpenAI server, with the flags and the plugin that routes need.
+"""Implements `router-replay serve MODEL`: vLLM's own OpenAI server, with the flags and plugin that routes need.
 
     router-replay serve Qwen/Qwen3-30B-A3B --tensor-parallel-size 2 --port 8000
     router-replay serve Qwen/Qwen3-30B-A3B --host 0.0.0.0 --api-key-env SERVER_KEY
 
-Arguments after the model are vLLM's and come last, so they win over ours. The server runs in vLLM's
-development mode: pausing, weight updates and the plugin's report are only there. That mode lets whoever
-reaches the port do these things. So every route asks for the key, where there is one, and without a key
-the server listens on loopback addresses only (guard.py).
+Arguments after the model are passed to vLLM last, so they override ours. The server runs in vLLM's development mode,
+because only that mode has pausing, weight updates and the plugin's report. It lets anyone who can reach the port do
+these things. So every route requires the key, if there is one, and without a key the server listens on loopback
+addresses only (guard.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def serve(model: str, arguments: Sequence[str] = (), api_key_env: str = "") -> int:
-    """Run the server until it ends; returns its exit status. `api_key_env` names the variable that holds its key."""
+    """Run the server until it exits, and return its exit status.
+
+    `arguments` are passed to vLLM. `api_key_env` is the name of the environment variable that holds the key.
+    """
     command, environment = server_command(model, arguments, api_key_env)
     try:
         return subprocess.run(command, env=environment, check=False).returncode
@@ -42,7 +45,7 @@ def serve(model: str, arguments: Sequence[str] = (), api_key_env: str = "") -> i
 def server_command(
     model: str, arguments: Sequence[str] = (), api_key_env: str = ""
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment of the server."""
+    """Return the command line and the environment of the server."""
     version = installed_version()
     refuse_version(version)
     key = _key(os.environ, api_key_env)
@@ -55,7 +58,7 @@ def server_command(
     if not _has_tokenizer(model):
         command.append("--skip-tokenizer-init")
     environment = {**os.environ, **plugin_environment(os.environ)}
-    environment.pop("VLLM_API_KEY", None)  # vLLM's own guard, of some routes; ours has the key now, for all of them
+    environment.pop("VLLM_API_KEY", None)  # disables vLLM's guard of some routes; ours guards all of them
     if key:
         environment[guard.KEY] = key
     if environment[plugin.ENVIRONMENT] != "0":
@@ -64,12 +67,12 @@ def server_command(
 
 
 def _key(now: Mapping[str, str], api_key_env: str) -> str:
-    """The key of the variable that was named, or else of ours, or of vLLM's; empty where there is none."""
+    """Return the key from the named variable, or else from ours or vLLM's; empty if there is none."""
     if api_key_env and not now.get(api_key_env):
         raise EngineError(f"--api-key-env {api_key_env}: this environment variable is not set, or empty")
     key = now.get(api_key_env) or now.get(guard.KEY) or now.get("VLLM_API_KEY") or ""
     if key:
-        authorization(key)  # refuses what no client could send
+        authorization(key)  # refuses a key that no client could send
     return key
 
 
@@ -80,7 +83,7 @@ def _refuse_open_doors(arguments: Sequence[str], key: str) -> None:
     parser.add_argument("--grpc", action="store_true")
     try:
         given, _ = parser.parse_known_args(list(arguments))
-    except SystemExit as error:  # argparse's own way to refuse
+    except SystemExit as error:  # raised by argparse for invalid arguments
         raise EngineError("the arguments after the model could not be read; see the line above") from error
     if given.api_key is not None:
         raise EngineError(
@@ -107,7 +110,7 @@ def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:
     wanted = {
         plugin.ENVIRONMENT: now.get(plugin.ENVIRONMENT) or plugin.REQUIRED,
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # forced routing works in the first model runner
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # forced routing works in the V1 model runner
     }
     allowed = now.get("VLLM_PLUGINS")
     if allowed is not None and "router_replay" not in allowed.split(","):
@@ -125,6 +128,6 @@ def installed_version() -> str:
 
 
 def _has_tokenizer(model: str) -> bool:
-    """False only for a local folder without one: tokens in, tokens out works there too."""
+    """Return False only for a local folder without a tokenizer, which can still serve token ids."""
     folder = pathlib.Path(model)
     return not folder.is_dir() or any(folder.glob("tokenizer*")) or any(folder.glob("*.tiktoken"))

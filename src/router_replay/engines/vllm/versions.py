@@ -1,4 +1,4 @@
-"""The range of vLLM versions that were tested. It stands here only; pyproject.toml's extra repeats it for pip.
+"""Defines the range of tested vLLM versions. Only the extra in pyproject.toml repeats it, for pip.
 
 vLLM's internals change from one version to the next, so other versions are refused.
 """

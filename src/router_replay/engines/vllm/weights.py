@@ -1,10 +1,10 @@
-"""The trainer's side of a weight update without a disk: tensors in memory that vLLM's workers map.
+"""Shares a trainer's weights with vLLM's workers through memory that they map, without using a disk.
 
     with share(checkpoint_tensors(model)) as weights:
         engine.update_weights(weights, version=12)              # VllmEngine, VllmHttpEngine on this machine
 
 With vLLM's own calls and its backend "router_replay", `weights.info()` is the `update_info` of /update_weights, and
-the memory must stay until /finish_weight_update has returned; reset the prefix cache afterwards.
+the memory must stay open until /finish_weight_update has returned; reset the prefix cache afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
-    """Copy whole tensors, of any device, into shared memory; names are those of a Hugging Face checkpoint."""
+    """Copy whole tensors, from any device, into shared memory. The names are those of a Hugging Face checkpoint."""
     weights = SharedWeights(state)
     try:
         weights.write(state)
@@ -40,10 +40,10 @@ def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
 
 
 def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a transformers model with the names and shapes that save_pretrained writes.
+    """Return the tensors of a transformers model with the names and shapes that save_pretrained writes.
 
-    The module's own differ: its experts are fused. Mostly views, so nothing is copied here. `state` is the model's
-    state dict where the caller has one: gathered from its shards, or cast.
+    The module's own tensors differ, because its experts are fused. Most results are views, so they are not copied.
+    `state` is the model's state dict, if the caller has one (for example gathered from shards, or cast).
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -51,9 +51,10 @@ def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = No
 
 
 class SharedWeights:
-    """A segment of shared memory with room for these tensors.
+    """Allocates a shared memory segment for these tensors.
 
-    It is gone after `close`, or when this process ends; what a killed process left goes when the next one is made.
+    `close` or the end of this process removes it; segments left by killed processes are removed when the next one is
+    created.
     """
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
@@ -74,7 +75,7 @@ class SharedWeights:
         self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)
 
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Fill it with these tensors, which must be the same by name and shape. No engine may be reading meanwhile."""
+        """Write tensors with the same names and shapes into the segment. No engine may read it meanwhile."""
         if not self._unlink.alive:
             raise EngineError("this shared memory was closed")
         if state.keys() != self._tensors.keys():
@@ -92,7 +93,7 @@ class SharedWeights:
             flat.view(tensor.shape).copy_(tensor.detach())
 
     def info(self) -> dict[str, Any]:
-        """What vLLM needs to find the tensors: the `update_info` of its /update_weights, ready for JSON."""
+        """Return how vLLM finds the tensors: the `update_info` of its /update_weights, ready for JSON."""
         return {"shared": {"name": self.name, "tensors": self._tensors}}
 
     def close(self) -> None:
@@ -106,19 +107,19 @@ class SharedWeights:
 
 
 def _give_up(owner: int, path: pathlib.Path, lock: int, memory: mmap.mmap | None) -> None:
-    if os.getpid() != owner:  # a fork of the trainer has a copy of the object, and ends before the trainer does
+    if os.getpid() != owner:  # a fork of the trainer has a copy of the object, and may exit first
         return
     path.unlink(missing_ok=True)
     os.close(lock)
     if memory is not None:
-        with contextlib.suppress(BufferError):  # somebody still looks at it; it goes with them
+        with contextlib.suppress(BufferError):  # still in use; it is freed with its last user
             memory.close()
 
 
 def _allocate(name: str, length: int) -> tuple[mmap.mmap, int]:
-    """Memory that is really there: a segment beyond the machine's limit would kill the process when it is written.
+    """Allocate memory that is backed by the machine, and return it with the handle that marks it as in use.
 
-    With the handle that says that it is in use.
+    Without this, writing to a segment beyond the machine's limit would kill the process.
     """
     if not SHARED_MEMORY.is_dir():
         raise EngineError(f"there is no {SHARED_MEMORY} here: save a folder and give its path to update_weights")
