@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def memory_is_small(modes: dict[str, Callable[[], None]], batch: Any) -> bool:
-    """Check the peak device memory per id that a step with replay needs beyond a step without."""
+    """Return whether the peak memory that a step with replay needs beyond a step without is within the limit per id."""
     peaks = {}
     for name in ("off", "replay"):
         torch.cuda.synchronize()

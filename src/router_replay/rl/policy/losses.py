@@ -1,4 +1,4 @@
-"""The policy losses: GRPO, Dr.GRPO and GSPO, with clipping, truncated importance weights and a KL to a reference.
+"""Compute the policy losses GRPO, Dr.GRPO and GSPO, with clipping, truncated importance weights and a reference KL.
 
     loss, sums = policy_loss(slots, LossConfig(kind="grpo"), Totals(tokens=512, sequences=32, max_tokens=16))
     loss.backward()
@@ -7,11 +7,12 @@
     ratio: now / old, of the token (grpo, dr_grpo) or of its sequence (gspo)
     loss = -(a mean of the slots' objectives: by tokens, by sequences, or by a constant)
 
-Sums are divided by `Totals`, which are those of the whole mini-batch over all ranks, so the losses of micro-batches
-add up to the loss of the mini-batch, and so do their gradients. A slot outside the mask gives exactly zero to both,
-whatever its values are: it is replaced before anything is computed, since 0 * inf is not 0.
+Sums are divided by `Totals`, which are counted over the whole mini-batch on all ranks, so the losses of micro-batches
+add up to the loss of the mini-batch, and so do their gradients. A slot outside the mask contributes exactly zero to
+both, whatever its values are: it is replaced before anything is computed, since 0 * inf is not 0.
 
-Tensors are [T], one entry per slot of a packed micro-batch, of log-probs as they come. Nothing here asks the device.
+Tensors are [T], one entry per slot of a packed micro-batch, in the dtype of the given log-probs. Nothing here waits for
+the device.
 """
 
 from __future__ import annotations

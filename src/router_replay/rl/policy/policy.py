@@ -1,10 +1,10 @@
-"""Policy: the model that learns. It computes log-probs under the routing of the mode, and makes optimizer steps.
+"""Define Policy, the model that learns: it computes log-probs under the mode's routing and makes optimizer steps.
 
     scored = policy.score(mini)              # the old policy's log-probs; R2 records its routes here
     figures = policy.update(mini, scored)    # one optimizer step, with the routes of the mode replayed
 
-The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, "r3"
-the engine's.
+The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, and
+"r3" the engine's.
 """
 
 from __future__ import annotations

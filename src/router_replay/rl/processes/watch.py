@@ -21,9 +21,9 @@ from router_replay.errors import RouterReplayError, TrainError
 FAILED = "failed"
 INTERVAL = 0.5
 GRACE = 10.0
-"""Seconds in which a main thread may leave a collective that broke, and close the engine, before it is ended."""
+"""Seconds that a main thread has to leave a broken collective and close the engine before it is ended."""
 HEARD = 5.0
-"""Seconds that a rank with a message waits until the others have it: torchrun ends all when the first one is gone."""
+"""Seconds that a failed rank waits for the others to get its message: torchrun ends all when the first one is gone."""
 _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 

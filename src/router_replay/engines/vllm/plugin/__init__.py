@@ -1,4 +1,4 @@
-"""Add route capture, forced routing and weight updates to vLLM through its plugin entry point.
+"""Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
 ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies six

@@ -209,7 +209,7 @@ def _unpacking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def install() -> None:
-    """Wrap the constructors of clients and schedulers. Objects that must not be changed stay as they are."""
+    """Wrap the constructors of clients and schedulers, unless a seam of the delivery does not fit."""
     if _unexpected():
         return
     from vllm.v1.core.sched.scheduler import Scheduler

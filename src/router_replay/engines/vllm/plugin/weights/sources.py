@@ -89,7 +89,7 @@ def _open_path(path: pathlib.Path) -> Weights:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files that the index names, because some folders contain the same tensors again in another layout."""
+    """Return the files that the index names; some folders contain the same tensors again in another layout."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
