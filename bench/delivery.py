@@ -1,9 +1,9 @@
-"""What the delivery of captured rows costs vLLM's Python, per decode step: off, vLLM's own, and packed by our plugin.
+"""Measure what delivering captured rows costs vLLM's Python per decode step: off, vLLM's own, and packed.
 
     python -m bench.delivery                      # 256 requests, 16 layers, 8 of 128 experts
 
-vLLM's own scheduler, messages and output processor run without a model, so no GPU is needed: on a GPU this is the
-work that must fit between two steps. Modes take their steps in turn; the figures are lower quartiles of CPU time.
+vLLM's own scheduler, messages and output processor run without a model, so no GPU is needed. On a GPU, this work must
+fit between two steps. The modes take turns step by step; the figures are lower quartiles of CPU time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from router_replay.engines.vllm.plugin.routes import delivery
 
-MODES = ("capture off", "vLLM's own", "rows packed", "packed")  # the last: log-probs too, as our plugin does
+MODES = ("capture off", "vLLM's own", "rows packed", "packed")  # the last packs log-probs too, as our plugin does
 PHASES = ("schedule", "update", "encode", "decode", "process")
 BLOCK, PROMPT, TOP_K = 16, 512, 8
 LIMIT = 1.0
 
 
 class Core:
-    """An engine core with its requests under way, and the reader of its messages."""
+    """Hold an engine core with running requests, and the reader of its messages."""
 
     def __init__(self, mode: str, model: str, layers: int, requests: int, steps: int) -> None:
         self.captures, self.layers = mode != "capture off", layers

@@ -1,12 +1,12 @@
-"""What routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
+"""Measure what routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
 
     python -m bench.engines                on a GPU: a random 2.7B MoE in bf16, CUDA graphs on
     python -m bench.engines --tiny         the same program on a tiny model, to see that it runs
     python -m bench.engines --client       payload and client CPU only; needs no vLLM
 
-The engines share the GPU and take turns, so that what slows one slows the others: one captures, forces and delivers
-Routes, one captures with its routers untouched, one does so and leaves the delivery of rows to vLLM, one has capture
-off. Only those that the chosen comparisons (--only) need are started. Medians over the rounds.
+The engines share the GPU and take turns, so that a slowdown affects all of them. One captures, forces and delivers
+Routes; one captures with its routers untouched; one does so and leaves the delivery of rows to vLLM; one has capture
+off. Only those that the chosen comparisons (--only) need are started. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 from router_replay.stitch import Trajectory
 
-# Speed as a share of: capture off, a free prefix, capture off.
+# Required speed relative to: capture off, a free prefix, capture off.
 PROMISES = {"capture": 0.97, "forced prefix": 0.95, "50 turns": 0.97}
 ENGINES: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -43,7 +43,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vLLM's delivery": {"forced_routes": False},
     "off": {"forced_routes": False, "enable_return_routed_experts": False},
 }
-# The first is the measure of the second.
+# The first engine is the baseline of the second.
 COMPARISONS = {
     "off against off": ("off", "off"),
     "capture, vLLM's delivery": ("off", "vLLM's delivery"),
@@ -111,7 +111,7 @@ def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
     if chosen.tiny:
         shape |= {"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     else:
-        # A few sizes of CUDA graphs, those of the batches here: an engine starts sooner.
+        # Only the CUDA graph sizes of the batches used here, so that an engine starts faster.
         shape |= {"gpu_memory_utilization": 0.84 / max(len(kinds), 3), "cudagraph_capture_sizes": [16, 64, 256]}
     tokens = 20 if chosen.tiny else 256
     vocabulary = 128 if chosen.tiny else 32000
@@ -145,7 +145,7 @@ def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
                 times = [(talk(base), talk(other)) for _ in range(chosen.rounds)]
             else:
                 times = [(batch(base), batch(other, rows)) for _ in range(chosen.rounds)]
-            # Neighbours in time are compared: what slows one slows the other.
+            # Adjacent measurements are compared, so that a slowdown affects both.
             shares = [before / after for before, after in times]
             ratios[name] = statistics.median(shares)
             before, after = (statistics.median(taken) for taken in zip(*times, strict=True))
@@ -172,7 +172,7 @@ def running(folder: str, kinds: Sequence[str], shape: dict[str, Any]) -> Iterato
 
 
 def conversation(engine: Engine, turns: int, tokens: int) -> float:
-    """Sixteen conversations: each turn adds a few environment tokens and samples some, leaving known rows out."""
+    """Play sixteen conversations; each turn adds a few environment tokens and samples some, omitting known rows."""
     routes = engine.capabilities.routes
     agents = [Trajectory(engine.spec) for _ in range(16)]
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def client_cost(tokens: int = 2000) -> None:
-    """A response of 48 layers x 8 of 128: the bytes, and what reading them costs, ours against the usual way."""
+    """Measure the bytes of a response of 48 layers x 8 of 128, and the cost of reading it, ours and the usual way."""
     spec = RouterSpec(128, 8, tuple(range(48)), num_layers=48)
     scores = np.random.default_rng(0).random((tokens, 48, 128))
     routes = Routes(np.argpartition(scores, 8, axis=-1)[..., :8].astype(np.uint8), spec)

@@ -1,4 +1,4 @@
-"""What replay costs in training: forward + backward with replay, against without, interleaved in one run.
+"""Measure what replay costs in training: forward + backward with replay against without, interleaved in one run.
 
     python -m bench.replay             # on this machine: a GPU if there is one, else the CPU
     python -m bench.replay --device cpu
@@ -86,7 +86,7 @@ def main() -> int:
     def live() -> None:
         step()
 
-    def replayed() -> None:  # from host arrays, as a trainer has them: the copy to the device is in the figure
+    def replayed() -> None:  # from host arrays, as in a trainer: the figure includes the copy to the device
         with replayer.replay(batch.routes):
             step()
 
@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def memory_is_small(modes: dict[str, Callable[[], None]], batch: Any) -> bool:
-    """Peak device memory of a step with replay, beyond a step without, per id."""
+    """Return whether the peak memory that a step with replay needs beyond a step without is within the limit per id."""
     peaks = {}
     for name in ("off", "replay"):
         torch.cuda.synchronize()

@@ -1,10 +1,10 @@
-"""What stitching costs: 100 turns against 10 turns over the same 60k tokens, 48 layers, 8 of 128 experts.
+"""Measure what stitching costs: 100 turns against 10 over the same 60k tokens, 48 layers, 8 of 128 experts.
 
     python -m bench.stitch
 
-Each turn is taken as it comes from an engine: bytes of our wire, decoded, checked and appended; at the
-end the routes are read once. The second part starts from rows that are in memory already and shows the
-fixed cost of a turn. Times are the best of several interleaved runs.
+Each turn starts from what an engine sends: bytes of our wire, which are decoded, checked and appended. At the end the
+routes are read once. The second part starts from rows that are already in memory and shows the fixed cost of a turn.
+Times are the best of several interleaved runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def random_rows() -> Routes:
 
 
 def turn_bounds(turns: int) -> list[tuple[int, int, int]]:
-    """(rows known before, end of the prompt, end of the completion) of each turn; half of a turn is sampled."""
+    """Return (rows known before, end of prompt, end of completion) of each turn; half of a turn is sampled."""
     length = TOKENS // turns
     return [(max(0, t * length - 1), t * length + length // 2, (t + 1) * length) for t in range(turns)]
 
 
 def play(turns: int, responses: list[bytes] | list[Routes], read_every_turn: bool = False) -> tuple[float, float]:
-    """Seconds to stitch all tokens in so many turns, and how often a row was copied on the way."""
+    """Return the seconds to stitch all tokens in this many turns, and how often a row was copied."""
     tokens = np.arange(TOKENS) % 50_000
     logprobs = np.full(TOKENS, -0.5, np.float32)
     begin = time.perf_counter()

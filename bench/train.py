@@ -1,11 +1,11 @@
-"""What replay costs a training step: score + update with R2 and R3 against off, interleaved in one run.
+"""Measure what replay costs a training step: score + update with R2 and R3 against off, interleaved in one run.
 
     python -m bench.train                              # the tiny model, on a GPU if there is one
     python -m bench.train --model models/gpu --dtype bfloat16
 
-One set of episodes is sampled by the embedded engine with its routes; each round then runs one whole step of every
-mode on it, in turn, each with its own policy. The figure is the median over rounds of mode / off within the round.
-It also follows the rows of R3 from the samples to the routers and prints where they were copied.
+The embedded engine samples one set of episodes with its routes. Each round then runs one whole step of every mode on
+it, in turn, each with its own policy. The figure is the median over rounds of mode / off within the round. The program
+also follows the rows of R3 from the samples to the routers and prints where they were copied.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def planned(samples: list[Sample], config: TrainConfig, here: ranks.Ranks) -> li
 
 
 def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[str]:
-    """The places between a sample and the routers of score and update where its rows are copied."""
+    """Return the places between a sample and the routers of score and update where its rows are copied."""
     batch = pack(samples, max_tokens)
     whole = next(batch.bins())
     [local] = whole.split(1)
@@ -80,7 +80,7 @@ def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[s
 
 
 def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]:
-    """The tensors of rows that the routers read from in one step."""
+    """Return the row tensors that the routers read from in one step."""
     read: list[torch.Tensor] = []
     column = Plan.column
 

@@ -1,11 +1,11 @@
-"""What routes cost on the wire: ours beside vLLM's, prime-rl's, SGLang's and JSON lists, on one core.
+"""Measure what routes cost on the wire: ours beside vLLM's, prime-rl's, SGLang's and JSON lists, on one core.
 
     python -m bench.wire
 
-All paths go from the ids of a capture to the bytes or text that would be sent, and back to an array
-of ids. They take turns within one run, so that a busy machine slows all of them alike; the best
-of the turns counts. Ours also check every row and a checksum of the whole; theirs check nothing.
-The exit status is 1 where a goal of the project is missed, and a line says which.
+All paths go from the ids of a capture to the bytes or text that would be sent, and back to an array of ids. They take
+turns within one run, so that a busy machine slows all of them equally, and the best turn counts. Ours also check every
+row and a checksum of the whole; the others check nothing. If a goal of the project is missed, the exit status is 1 and
+a line names the goal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DENSE, UNCHECKED = "dense", "dense, check_rows=False"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One path on one model. Rates are in MB of raw ids per second."""
+    """Hold the results of one path on one model. Rates are in MB of raw ids per second."""
 
     model: str
     path: str
@@ -47,12 +47,12 @@ class Row:
     to_bound: float
     encode_rate: float
     decode_rate: float
-    to_vllm: float  # both ways, in units of vLLM's time
-    to_copy: float | None  # dense decode in units of a memory copy of the same bytes
+    to_vllm: float  # encode + decode, relative to vLLM's time
+    to_copy: float | None  # dense decode relative to a memory copy of the same bytes
 
 
 def capture(layers: int, experts: int, k: int) -> Routes:
-    """Random sets in random slot order: what cannot be compressed below the bound."""
+    """Return random sets in random slot order, which cannot be compressed below the bound."""
     spec = RouterSpec(experts, k, tuple(range(layers)))
     scores = np.random.default_rng(0).random((ROWS // 16, layers, experts), dtype=np.float32)
     part = np.argsort(scores, axis=-1)[..., :k].astype(spec.dtype)
@@ -90,7 +90,7 @@ def json_encode(ids: np.ndarray) -> str:
 
 
 def paths_of(routes: Routes) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """name -> (encode, decode)."""
+    """Return name -> (encode, decode)."""
     ids, shape = routes.ids, routes.ids.shape
     few, dtype = ids[:JSON_ROWS], routes.spec.dtype
     return {
@@ -160,7 +160,7 @@ def measure_model(model: str) -> list[Row]:
 
 
 def dense_to_copy(blob: bytes) -> dict[str, float]:
-    """The time of a dense decode in units of a copy of the same bytes to memory that is there already."""
+    """Return the time of a dense decode relative to copying the same bytes into allocated memory."""
     blob = wire.encode(Routes.concat([wire.decode(blob)] * max(1, round(24e6 / len(blob)))), "dense")
     source = np.frombuffer(blob, np.uint8)
     target = np.empty_like(source)
@@ -173,7 +173,7 @@ def dense_to_copy(blob: bytes) -> dict[str, float]:
 
 
 def import_ms() -> dict[str, float]:
-    """Importing the package, and all that the wire needs, in a fresh process."""
+    """Measure importing the package, and everything the wire needs, in a fresh process."""
     code = "import time; begin = time.perf_counter(); import {}; print((time.perf_counter() - begin) * 1e3)"
     names = ("router_replay", "router_replay.wire")
     run = {name: [sys.executable, "-c", code.format(name)] for name in names}
@@ -181,7 +181,7 @@ def import_ms() -> dict[str, float]:
 
 
 def first_call_ms() -> float:
-    """Encoding four rows as the first thing that a fresh process does after its imports."""
+    """Measure encoding four rows as the first call of a fresh process after its imports."""
     code = (
         "import time, numpy as np; from router_replay import wire, Routes, RouterSpec;"
         "routes = Routes(np.tile(np.arange(22, dtype=np.uint16), (4, 40, 1)), RouterSpec(512, 22, tuple(range(40))));"
@@ -191,7 +191,7 @@ def first_call_ms() -> float:
 
 
 def pin(cores: int) -> None:
-    """Run on so many cores, where the system lets us choose."""
+    """Run on this many cores, if the system allows it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(ALLOWED)[-cores:])
 
@@ -244,7 +244,7 @@ def table(rows: list[Row]) -> str:
 
 
 def missed(rows: list[Row]) -> list[str]:
-    """The goals that these numbers do not reach."""
+    """Return the goals that these numbers miss."""
     failures: list[str] = []
     for row in rows:
         layers, experts, k = MODELS[row.model.partition(",")[0]]

@@ -16,19 +16,19 @@ from router_replay.errors import ConfigError
 from router_replay.rl.config import TrainConfig
 from router_replay.spec import RouterSpec
 
-# What vLLM's CPU build needs to start quickly and to leave the trainer its cores; a user's own settings stay.
+# vLLM's CPU build needs these to start quickly and to leave the trainer its cores; the user's own settings win.
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-# The display is the run's own; what vLLM has to say it says in its errors.
+# The run has its own display; vLLM reports problems through its errors.
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
-    """An engine with the weights of `folder`; a server that runs already gets them pushed."""
+    """Start an engine with the weights of `folder`; a server that already runs gets them pushed."""
     engine = _started(config, folder, spec, version)
     try:
         check_engine(config, engine, spec)
@@ -82,9 +82,9 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
 
 
 def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:
-    """What an engine behind a URL is told besides: the key, which stands in the environment only, and the vocabulary.
+    """Return the extra settings of an engine behind a URL: the key, kept only in the environment, and the vocabulary.
 
-    A server must not name tokens that the policy does not have.
+    A server must not return tokens that the policy does not have.
     """
     name = config.engine.api_key_env
     key = os.environ.get(name) if name else None

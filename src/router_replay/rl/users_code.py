@@ -1,4 +1,4 @@
-"""Code of the user that a setting names as `module:name`: found at the start of a run, and called with care.
+"""Load the user code that a setting names as `module:name` at the start of a run, and guard calls to it.
 
 function = load("grading:exact", "environment.reward", "function")
 with guarded("problem 3: grading:exact", RewardError):
@@ -18,9 +18,10 @@ from router_replay.errors import ConfigError, RouterReplayError
 
 
 def load(name: str, setting: str, what: Literal["function", "class"]) -> Any:
-    """Import what `name` ("module:function" or "module:Class") stands for; ConfigError names the `setting`.
+    """Import and return the object `name` ("module:function" or "module:Class").
 
-    The module is looked for on the Python path, and last in the current folder.
+    The module is searched on the Python path, and last in the current folder. Raises ConfigError, which names the
+    `setting`, if it cannot be loaded.
     """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
@@ -33,7 +34,7 @@ def load(name: str, setting: str, what: Literal["function", "class"]) -> Any:
             module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit at the top of a script, too
+    except BaseException as error:  # includes sys.exit at the top of a script
         raise ConfigError(
             f"{setting} = {name!r}: the module {module_name} does not import: {type(error).__name__}: "
             f"{error}. It is looked for on PYTHONPATH and in {here}"
@@ -78,12 +79,12 @@ def _import_hint(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _also_from(folder: str) -> Iterator[None]:
-    """Look for modules in the folder as well: an installed command does not search the user's current folder.
+    """Search the folder for modules as well: an installed command does not search the user's current folder.
 
-    It is searched last, so that a file named like an installed module does not take its place, and for this import
-    only, so that whatever the process imports later is not found there by chance.
+    The folder is searched last, so that a file named like an installed module does not replace it, and only for this
+    import, so that later imports of the process do not find modules there by accident.
     """
-    importlib.invalidate_caches()  # the file may be newer than what Python knows of the folder
+    importlib.invalidate_caches()  # the file may be newer than Python's cache of the folder
     if folder in sys.path:
         yield
         return
@@ -91,12 +92,12 @@ def _also_from(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the module may have put the path in order itself
+        with contextlib.suppress(ValueError):  # the module may have removed the path itself
             sys.path.remove(folder)
 
 
 def _hidden(module_name: str, file: str | None, here: str) -> str:
-    """A hint where the user's own file has the name of an installed module, which was then taken."""
+    """Return a hint if an installed module was imported instead of the user's file of the same name."""
     own = os.path.join(here, *module_name.split("."))
     for candidate in (f"{own}.py", os.path.join(own, "__init__.py")):
         if os.path.exists(candidate) and candidate != file:

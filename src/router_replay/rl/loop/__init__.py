@@ -1,1 +1,1 @@
-"""The training loop: the algorithm (sync), what a run holds (run), the first rank (first_rank), failures (rescue)."""
+"""Run the training loop: the algorithm (sync), a run's state (run), the first rank (first_rank), failures (rescue)."""

@@ -1,4 +1,4 @@
-"""FirstRank: the work that one process does for all: problems, engine, rollouts, weights for the engine, metrics."""
+"""Do the work that one process does for all: problems, engine, rollouts, weights for the engine, metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from router_replay.rl.weights.sync import WeightSync
 
 
 class FirstRank:
-    """Reads the problems when it is made; `start` starts the engine, for which the policy must be loaded."""
+    """Do the first rank's work.
+
+    The constructor reads the problems. `start` starts the engine, for which the policy must be loaded.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class FirstRank:
         display: Display | Quiet,
         closing: contextlib.ExitStack,
     ) -> None:
-        """Open the metrics and start the engine with the weights of `state`. `closing` ends both."""
+        """Open the metrics and start the engine with the weights of `state`. `closing` closes both."""
         config, self._policy, self._display = self._config, policy, display
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
@@ -72,13 +75,13 @@ class FirstRank:
 
     @property
     def episodes(self) -> list[Episode]:
-        """The rollouts of the step that runs now; none when the step's metrics are written."""
+        """Return the rollouts of the running step; the list is empty once the step's metrics are written."""
         return [] if self._rollout is None else self._rollout.episodes
 
     def play(self, progress: Progress, ranks: Ranks, phases: Phases) -> list[Episode]:
-        """The rollouts of this step's problems, with their rewards."""
+        """Play this step's problems and return the rollouts with their rewards."""
         config, first = self._config, progress.problem
-        self._rollout = None  # those of the last step are learned from
+        self._rollout = None  # the rollouts of the last step were already used
         problems = [
             number % self._task.problems if self._task.problems else number
             for number in range(first, first + config.rollout.prompts)
@@ -99,12 +102,12 @@ class FirstRank:
         return episodes
 
     def plan(self, episodes: list[Episode], progress: Progress, ranks: Ranks) -> list[list[MiniBatch]]:
-        """Advantages, mini-batches, and the share of every rank."""
+        """Compute advantages and mini-batches, and return the share of every rank."""
         config = self._config
         wanted = config.replay == "r3" or (config.trainer.agreement and self.engine.capabilities.routes)
         samples, numbers = samples_of(episodes, config, wanted)
         parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, progress.step))
-        on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # else only for comparing
+        on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # otherwise only for comparison
         return delivery.plan(parts, ranks, config.trainer.max_tokens, on_missing, self._policy.one_at_a_time)
 
     def push(self, state: Mapping[str, torch.Tensor], version: int) -> None:

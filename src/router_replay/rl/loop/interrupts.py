@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run between two states that can be saved, never in the middle of one.
+"""End a run on Ctrl-C between two states that can be saved, never in the middle of one.
 
 with Interrupts() as interrupts:
     ...                        # KeyboardInterrupt at once: nothing has changed yet
@@ -25,7 +25,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+        if threading.current_thread() is threading.main_thread():  # handlers can only be set in the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -36,7 +36,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let a signal wait until the block has ended."""
+        """Delay signals until the block has ended."""
         self._held = True
         try:
             yield
@@ -47,5 +47,5 @@ class Interrupts:
 
     def _on_signal(self, *_: object) -> None:
         again, self.asked = self.asked, True
-        if again or (self._at_once and not self._held):  # whoever asks twice does not want to wait
+        if again or (self._at_once and not self._held):  # a second request means that the user does not want to wait
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Phases: what a run does now, for the display and the watch, and how long each phase of a step took."""
+"""Track the current phase of a run for the display and the watch, and measure each phase of a step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def begin_step(self) -> None:
-        """Start to measure a step. The last checkpoint was written after its own step's metrics: report it here."""
+        """Start to measure a step.
+
+        The last checkpoint was written after its own step's metrics, so its time is reported with this step.
+        """
         self._started = time.perf_counter()
         self.seconds = {name: value for name, value in self.seconds.items() if name == CHECKPOINT}
 
     def end_step(self) -> dict[str, float]:
-        """The seconds of the step and of each of its phases."""
+        """Return the seconds of the step and of each of its phases."""
         seconds, self.seconds = self.seconds, {}
         return {**seconds, "seconds/step": time.perf_counter() - self._started}
 

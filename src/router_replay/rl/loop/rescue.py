@@ -1,4 +1,4 @@
-"""When a step fails: save the state before it, or what it changed, and the step's rollouts; then say where they are."""
+"""Save the last good state, or what a failed step changed, and the step's rollouts; then say where they are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from router_replay.rl.state.checkpoints import CheckpointError
 
 @contextlib.contextmanager
 def saving_on_failure(run: Run) -> Iterator[None]:
-    """Whatever the block raises is raised again, with what was saved in its message."""
+    """Save the state if the block raises, and raise the error again with the saved paths in its message."""
     try:
         yield
     except BaseException as error:
-        if not _is_everywhere(run, error):  # the other ranks wait elsewhere, and saving needs them all
+        if not _is_everywhere(run, error):  # the other ranks wait elsewhere, and saving needs all of them
             raise
         run.ranks.watch.agreed = True
-        if isinstance(error, CheckpointError):  # to save again would fail again
+        if isinstance(error, CheckpointError):  # a second save would fail again
             raise
         saved = _saved_in_words(run, between_updates=isinstance(error, RouterReplayError))
         if isinstance(error, KeyboardInterrupt):
@@ -36,14 +36,17 @@ def saving_on_failure(run: Run) -> Iterator[None]:
 
 
 def not_an_exit(error: BaseException) -> BaseException:
-    """sys.exit inside a run would end it with a status of the caller's choice, 0 among them, and without a message."""
+    """Return `error`, or a TrainError in place of SystemExit.
+
+    sys.exit inside a run would end it with an arbitrary status, possibly 0, and without a message.
+    """
     if isinstance(error, SystemExit):
         return TrainError(f"something in this run called sys.exit({error.code!r}); a run ends by raising")
     return error
 
 
 def _is_everywhere(run: Run, error: BaseException) -> bool:
-    """Whether every rank has raised, so that they can do something together once more."""
+    """Return whether every rank has raised, so that they can run collectives once more."""
     everywhere = isinstance(error, NotFiniteError | CheckpointError)
     return run.ranks.world == 1 or error is run.agreed or everywhere
 
@@ -56,7 +59,10 @@ def _saved_in_words(run: Run, between_updates: bool) -> str:
 
 
 def _save_what_there_is(run: Run, between_updates: bool) -> str:
-    """`between_updates`: no optimizer step was cut in two, so that the weights are some that training had."""
+    """Save the state and return a message that says where.
+
+    `between_updates` is True if no optimizer step was interrupted, so that the weights are a state that training had.
+    """
     output, step = run.config.output, run.progress.step
     said = []
     touched = run.policy.updates != run.progress.updates or (run.updating and not between_updates)
@@ -67,7 +73,7 @@ def _save_what_there_is(run: Run, between_updates: bool) -> str:
             f"the weights with the updates of this step that were done are saved in {checkpoints.latest(output)}, "
             "and the step is played again from there"
         )
-    elif touched:  # weights of half a step: kept apart, and not what --resume takes
+    elif touched:  # weights of half a step: stored separately, and not used by --resume
         where = output / "failed" / f"step_{step:06}"
         run.save_to(where, dataclasses.replace(run.progress, updates=run.policy.updates), keep=1)
         last = checkpoints.latest(output)

@@ -1,7 +1,7 @@
-"""Run: what one rank holds from the start of a run to its end, and what every loop does with it.
+"""Hold one rank's state of a run from start to end, and the operations that every loop uses.
 
 A loop (`sync.py`) is the algorithm; everything it needs is here: the policy, the first rank's work, the progress, and
-its checkpoints.
+the checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """One rank's side of a run. `first` does the first rank's work, and is None on the others.
+    """Hold one rank's side of a run. `first` does the first rank's work and is None on the other ranks.
 
     `updating` is True while the weights may be those of half a step; `agreed` is the failure that every rank knows of.
     """
@@ -59,7 +59,11 @@ class Run:
                 self.first.start(self.policy, state, self.progress, self.display, self._closing)
 
     def _load(self, checkpoint: pathlib.Path | None) -> None:
-        """The first rank reads the problems and compares the settings before the model: they are often refused."""
+        """Load the problems, the settings, the model and the checkpoint.
+
+        The first rank reads the problems and compares the settings before the model is loaded, since they are often
+        refused.
+        """
         self.phases.say("loading the model")
         folder = checkpoint or model_folder(self.config.model.path)
         try:
@@ -88,7 +92,7 @@ class Run:
         return delivery.deliver(plans, self.ranks)
 
     def step_is_done(self) -> None:
-        """Count the step whose updates were all made."""
+        """Count the step after all its updates."""
         self.progress = Progress(
             step=self.progress.step + 1,
             version=self.progress.version + 1,
@@ -98,21 +102,21 @@ class Run:
         self.updating = False
 
     def push(self) -> BaseException | None:
-        """Give the engine the new weights. A failure is returned, since the step's metrics are still to be written."""
+        """Give the engine the new weights. A failure is returned, because the step's metrics must still be written."""
         state = whole_state(self.policy.model)
         return self.on_first(lambda first: first.push(state, self.progress.version))[1]
 
     def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:
-        """Gather what the ranks found out; the first rank writes it."""
+        """Gather the results of all ranks; the first rank writes them."""
         seconds = self.phases.end_step()
         routes = self.policy.route_counts()
         mine = old_and_rollout(minis, scored)
-        gaps = self.ranks.gather(mine if self.ranks.piece == 0 else mine[:, :0])  # ranks of a replica have the same
+        gaps = self.ranks.gather(mine if self.ranks.piece == 0 else mine[:, :0])  # equal on all ranks of a replica
         if self.first is not None:
             self.first.report(self.progress, figures, gaps, routes, seconds)
 
     def save(self) -> None:
-        """Write a checkpoint of the progress."""
+        """Write a checkpoint of the current state."""
         with self.phases.phase("checkpoint"):
             self.save_to(self.config.output, self.progress, self.config.checkpoint.keep)
         self.saved_step = self.progress.step
@@ -124,7 +128,10 @@ class Run:
     # -- ranks that must agree --------------------------------------------------------------------
 
     def on_first(self, work: Callable[[FirstRank], T]) -> tuple[T | None, BaseException | None]:
-        """What the first rank's work returned, or what it raised. Every rank learns of a failure, and none waits."""
+        """Run `work` on the first rank; return its result and its error.
+
+        Every rank learns of a failure, so none waits.
+        """
         result, failure = None, None
         if self.first is not None:
             try:
@@ -136,13 +143,16 @@ class Run:
         return result, failure
 
     def _told_by_first(self, failure: BaseException | None) -> BaseException:
-        """The first rank's failure, on every rank: torchrun ends all when one has left, so each must say the reason."""
+        """Return the first rank's failure on every rank.
+
+        torchrun ends all ranks when one has left, so each must report the reason.
+        """
         text = f"the first rank failed; {type(failure).__name__}: {failure}".encode()
         told = self.ranks.scatter([text] * self.ranks.world if self.ranks.is_first else None)
         return failure or TrainError(told.decode())
 
     def stop_if_asked(self, asked: bool) -> None:
-        """Raise KeyboardInterrupt on all ranks where one of them was asked to stop."""
+        """Raise KeyboardInterrupt on all ranks if one of them was asked to stop."""
         if self.ranks.any(asked):
             self.agreed = KeyboardInterrupt()
             raise self.agreed

@@ -1,4 +1,4 @@
-"""The metrics of a step, computed from what its phases found: a number for every name in metrics.py, without times."""
+"""Compute the metrics of a step from the results of its phases: every name in metrics.py except the times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def step_values(
     logprobs: Sequence[np.ndarray],
     routes: Stats,
 ) -> dict[str, float]:
-    """`figures` of each mini-batch; `logprobs` [2, tokens] of each rank: the old and the rollout's."""
+    """Return the metrics of a step by name.
+
+    `figures` has one entry per mini-batch. `logprobs` has one [2, tokens] array per rank: the old and the rollout
+    log-probs.
+    """
     old, rollout = np.concatenate(logprobs, axis=1)
     gap = logprob_gap(old, rollout)
     values = episode_figures(episodes)

@@ -1,7 +1,7 @@
-"""The synchronous loop: rollout, reward, advantage, old log-probs, mini-batch updates, new weights for the engine.
+"""Run the synchronous loop: rollout, reward, advantage, old log-probs, mini-batch updates, new engine weights.
 
-Every rank runs it. The first rank also has the engine, the environments and the files (`first_rank.py`); `run.py` says
-what each call does, `rescue.py` what happens when one of them fails.
+Every rank runs it. The first rank also has the engine, the environments and the files (`first_rank.py`). `run.py`
+defines what each call does, and `rescue.py` what happens when one of them fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from router_replay.rl.state.checkpoints import Progress
 
 
 def sync_loop(run: Run) -> Progress:
-    """All steps that are left, and a last checkpoint."""
+    """Run all remaining steps, write a last checkpoint, and return the progress."""
     with Interrupts(at_once=run.ranks.world == 1) as interrupts, saving_on_failure(run):
         while run.progress.step < run.config.steps:
             step(run, interrupts)
@@ -24,7 +24,7 @@ def sync_loop(run: Run) -> Progress:
 
 
 def step(run: Run, interrupts: Interrupts) -> None:
-    """One step. Its batches, and their tensors on the device, are freed at its end."""
+    """Run one step. Its batches, and their tensors on the device, are freed when it returns."""
     policy = run.policy
     run.phases.begin_step()
     minis = run.rollout()
@@ -37,7 +37,8 @@ def step(run: Run, interrupts: Interrupts) -> None:
         run.step_is_done()
         with run.phases.phase("sync"):
             failure = run.push()
-        # Before the checkpoint: a step that need not run again has its metrics, whenever the run is killed.
+        # Written before the checkpoint, so that a step that will not run again has its metrics even if the run is
+        # killed.
         run.report(figures, minis, scored)
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""`train`: one process of a run, from joining the others to leaving them."""
+"""Run one process of a training run, from joining the others to leaving them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router_replay.rl.state.run_folder import hold
 
 
 def train(config: TrainConfig, resume: bool = False) -> Progress:
-    """Run to the end, or raise after saving what there is. One call per process; torchrun starts several.
+    """Train to the end, or raise after saving the state. Call it once per process; torchrun starts several.
 
     `resume` continues from the newest checkpoint in `config.output`, with any number of processes.
     """
@@ -46,6 +46,6 @@ def _run(config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str]
 
 
 def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:
-    """On a CPU, threads that wait for each other while vLLM has their core make a step ten times slower."""
+    """Leave the engine a CPU core: threads that wait for each other while vLLM uses their core slow a step tenfold."""
     if here.device.type == "cpu" and config.engine.kind == "vllm" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))

@@ -1,1 +1,1 @@
-"""The model that learns: loading, the losses, the batches it is given, and its two passes."""
+"""Load the model that learns, compute its losses, prepare its batches, and run its two passes."""

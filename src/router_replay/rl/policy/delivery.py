@@ -1,8 +1,8 @@
-"""From the samples of a step to what each rank computes: mini-batches, packed bins, and the rows of each rank.
+"""Turn the samples of a step into the input of each rank: mini-batches, packed bins, and the rank's rows.
 
-The first rank holds the rollouts. It packs each mini-batch into bins, gives the bins to the replicas in turn, and
-sends every rank one message with its bins. A bin comes with the tokens of all its slots, which a loss over sequences
-needs and which take a few bytes a slot, and with the rows of this rank's slots, encoded by the wire.
+The first rank holds the rollouts. It packs each mini-batch into bins, assigns the bins to the replicas in turn, and
+sends every rank one message with its bins. A bin contains the tokens of all its slots, which a loss over sequences
+needs and which take a few bytes per slot, and the rows of this rank's slots in the wire encoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ WHOLE_SEQUENCES: Literal["contiguous"] = "contiguous"  # how Ulysses cuts a bin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One optimizer step. Every rank has as many micro-batches; sums are divided by `tokens` or `sequences`."""
+    """Hold the data of one optimizer step. All ranks have equally many micro-batches.
+
+    Sums are divided by `tokens` or `sequences`.
+    """
 
     micro: tuple[LocalBatch, ...]
     tokens: int
@@ -31,7 +34,7 @@ class MiniBatch:
 
 
 def split(samples: Sequence[Sample], episodes: Sequence[int], parts: int, seed: Sequence[int]) -> list[list[Sample]]:
-    """Deal whole episodes out to mini-batches, in an order drawn from `seed`; the trajectories of one stay together."""
+    """Distribute whole episodes over mini-batches in an order drawn from `seed`; an episode is never split."""
     numbers = np.unique(np.asarray(episodes))
     shuffled = np.random.default_rng(np.random.SeedSequence(seed)).permutation(numbers)
     part_of = {int(number): position * parts // len(shuffled) for position, number in enumerate(shuffled)}
@@ -48,7 +51,7 @@ def plan(
     on_missing: Literal["raise", "live"],
     one_at_a_time: bool = False,
 ) -> list[list[MiniBatch]]:
-    """For every rank, its mini-batches. `one_at_a_time` is for models that cannot keep packed sequences apart."""
+    """Return the mini-batches of every rank. `one_at_a_time` is for models that cannot keep packed sequences apart."""
     plans: list[list[MiniBatch]] = [[] for _ in range(ranks.world)]
     for samples in parts:
         shares = [[sample] for sample in samples] if one_at_a_time else [samples]
@@ -56,7 +59,7 @@ def plan(
         tokens = sum(int(batch.label_mask.sum()) for batch in batches)
         bins = [one for batch in batches for one in batch.bins()]
         while len(bins) % ranks.replicas:
-            bins.append(_without_loss(bins[-1]))  # FSDP2 needs as many passes on every rank
+            bins.append(_without_loss(bins[-1]))  # FSDP2 needs equally many passes on every rank
         shared = [whole.split(ranks.ulysses, WHOLE_SEQUENCES) for whole in bins]
         for rank, mine in enumerate(plans):
             replica, piece = divmod(rank, ranks.ulysses)
@@ -66,7 +69,7 @@ def plan(
 
 
 def deliver(plans: list[list[MiniBatch]] | None, ranks: Ranks) -> list[MiniBatch]:
-    """The mini-batches of this rank. Only the first rank has plans to give."""
+    """Send each rank its mini-batches and return those of this rank. Only the first rank passes plans."""
     if plans is None:
         return decode(ranks.scatter(None))
     ranks.scatter([encode(mine) if rank else b"" for rank, mine in enumerate(plans)])  # the first keeps its own
@@ -82,7 +85,7 @@ def _without_loss(whole: Batch) -> Batch:
 
 
 class _Micro(msgspec.Struct, frozen=True, array_like=True):
-    """A LocalBatch. Arrays are little-endian bytes of the types in ARRAYS."""
+    """Encode a LocalBatch. Arrays are little-endian bytes of the types in ARRAYS."""
 
     token_ids: memoryview
     position_ids: memoryview
@@ -114,7 +117,7 @@ ARRAYS = {
 
 
 def encode(minis: Sequence[MiniBatch]) -> bytearray:
-    """The mini-batches of one rank as one message."""
+    """Encode the mini-batches of one rank as one message."""
     sent = [_Mini([_sent(local) for local in mini.micro], mini.tokens, mini.sequences) for mini in minis]
     message = bytearray()
     msgspec.msgpack.Encoder().encode_into(sent, message)
@@ -122,7 +125,7 @@ def encode(minis: Sequence[MiniBatch]) -> bytearray:
 
 
 def decode(message: bytes) -> list[MiniBatch]:
-    """The mini-batches of a message. Their arrays and rows are views of it."""
+    """Decode the mini-batches of a message. Their arrays and rows are views of it."""
     sent = msgspec.msgpack.decode(message, type=list[_Mini])
     return [MiniBatch(tuple(_received(micro) for micro in mini.micro), mini.tokens, mini.sequences) for mini in sent]
 

@@ -1,4 +1,4 @@
-"""The policy losses: GRPO, Dr.GRPO and GSPO, with clipping, truncated importance weights and a KL to a reference.
+"""Compute the policy losses GRPO, Dr.GRPO and GSPO, with clipping, truncated importance weights and a reference KL.
 
     loss, sums = policy_loss(slots, LossConfig(kind="grpo"), Totals(tokens=512, sequences=32, max_tokens=16))
     loss.backward()
@@ -7,11 +7,12 @@
     ratio: now / old, of the token (grpo, dr_grpo) or of its sequence (gspo)
     loss = -(a mean of the slots' objectives: by tokens, by sequences, or by a constant)
 
-Sums are divided by `Totals`, which are those of the whole mini-batch over all ranks, so the losses of micro-batches
-add up to the loss of the mini-batch, and so do their gradients. A slot outside the mask gives exactly zero to both,
-whatever its values are: it is replaced before anything is computed, since 0 * inf is not 0.
+Sums are divided by `Totals`, which are counted over the whole mini-batch on all ranks, so the losses of micro-batches
+add up to the loss of the mini-batch, and so do their gradients. A slot outside the mask contributes exactly zero to
+both, whatever its values are: it is replaced before anything is computed, since 0 * inf is not 0.
 
-Tensors are [T], one entry per slot of a packed micro-batch, of log-probs as they come. Nothing here asks the device.
+Tensors are [T], one entry per slot of a packed micro-batch, in the dtype of the given log-probs. Nothing here waits for
+the device.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ from router_replay.rl.config import LossConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """What the loss needs of each slot of a micro-batch.
+    """Hold what the loss needs for each slot of a micro-batch.
 
-    A sequence must be here whole, because gspo and the mean over sequences look at all of its tokens; its slots may
-    lie anywhere. `sequences` need not begin at 0 nor be dense; -1 is padding.
+    Every sequence must be complete, because gspo and the mean over sequences use all of its tokens; its slots may be
+    anywhere. `sequences` need not start at 0 or be dense; -1 is padding.
     """
 
     logprobs: Tensor
-    """Of the policy now, with gradient."""
+    """Log-probs of the current policy, with gradient."""
     old_logprobs: Tensor
-    """Of the old-policy pass."""
+    """Log-probs of the old-policy pass."""
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    """bool: slots whose label bears loss."""
+    """bool: slots whose label has a loss."""
     sequences: Tensor
-    """int64: which sequence a slot belongs to."""
+    """int64: the sequence of each slot."""
     reference_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.logprobs.shape
         for field in dataclasses.fields(self):
             tensor = getattr(self, field.name)
-            if tensor is not None and (tensor.ndim != 1 or tensor.shape != shape):  # [T, 1] would broadcast in silence
+            if tensor is not None and (tensor.ndim != 1 or tensor.shape != shape):  # [T, 1] would broadcast silently
                 raise BatchError(f"{field.name}: expected [{shape.numel()}] like logprobs, got {list(tensor.shape)}")
         if self.mask.dtype != torch.bool:
             raise BatchError(f"mask: expected bool, got {self.mask.dtype}")
@@ -57,13 +58,13 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Of the whole mini-batch over all ranks: what sums are divided by."""
+    """Hold the divisors of the sums, counted over the whole mini-batch on all ranks."""
 
     tokens: int
-    """That bear loss."""
+    """Number of tokens with a loss."""
     sequences: int
     max_tokens: int
-    """The most tokens that a completion may have: the constant of Dr.GRPO."""
+    """The maximum number of tokens of a completion: the constant of Dr.GRPO."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.sequences, self.max_tokens) < 1:
@@ -72,13 +73,13 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossSums:
-    """Sums over the masked slots, 0-d float64 tensors on the device, detached; `a + b` for two micro-batches."""
+    """Hold sums over the masked slots, as detached 0-d float64 device tensors; `a + b` adds two micro-batches."""
 
     tokens: Tensor
     ppo_kl: Tensor
     """old - now: an estimate of KL(old || now)."""
     clipped: Tensor
-    """Tokens whose gradient the clip took away; for gspo, all tokens of such sequences."""
+    """Tokens whose gradient was removed by the clip; for gspo, all tokens of such sequences."""
     kl: Tensor
     """k3 to the reference model; 0 without one."""
     entropy: Tensor
@@ -92,7 +93,7 @@ class LossSums:
 
 
 def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.0) -> tuple[Tensor, LossSums]:
-    """The micro-batch's share of the mini-batch's loss, and sums for the metrics.
+    """Return the micro-batch's share of the mini-batch's loss, and sums for the metrics.
 
     With one token, now = -1.0, old = -1.5, A = 2.0 and the clip at 1.28: the ratio exp(0.5) = 1.65 is clipped,
     the loss is -(1.28 * 2.0) = -2.56, and its gradient is 0.
@@ -125,12 +126,12 @@ def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """exp(now - old) of each token: 2.0 for now = ln 0.5, old = ln 0.25."""
+    """Return exp(now - old) of each token: 2.0 for now = ln 0.5, old = ln 0.25."""
     return torch.exp(logprobs - old_logprobs)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
-    """GSPO: exp(mean of now - old over the sequence's masked tokens), at each of its slots.
+    """Return GSPO's ratio, exp(mean of now - old over the sequence's masked tokens), at each slot.
 
     Token ratios 2.0 and 8.0 of one sequence give 4.0 at both. The gradient of a slot reaches all tokens of its
     sequence. Slots outside the mask must hold finite values.
@@ -140,7 +141,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """PPO's pessimistic objective, to be maximised: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
+    """Return PPO's objective, to be maximised: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
 
     With low = 0.2 and high = 0.28: ratio 2.0 gives 1.28 for A = 1 (no gradient) and -2.0 for A = -1 (with gradient);
     ratio 0.5 gives 0.5 for A = 1 (with gradient) and -0.8 for A = -1 (no gradient).
@@ -149,12 +150,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Where the clip took the gradient away: ratio above 1 + high with A > 0, below 1 - low with A < 0."""
+    """Return where the clip removed the gradient: ratio above 1 + high with A > 0, below 1 - low with A < 0."""
     return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
 
 
 def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """min(exp(old - rollout), cap), without gradient: what a sample of the engine counts for the trainer.
+    """Return the truncated importance weight min(exp(old - rollout), cap) of each token, without gradient.
 
     With cap = 2.0: old = ln 0.5 gives 1.25 for rollout = ln 0.4, and 2.0, not 5.0, for rollout = ln 0.1.
     """
@@ -162,7 +163,7 @@ def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(d) - 1 - d with d = reference - now: estimates KL(now || reference), never negative.
+    """Estimate KL(now || reference) as exp(d) - 1 - d with d = reference - now; it is never negative.
 
     0.3069 = 2 - 1 - ln 2 where the reference gives the token twice the probability; 0 where they agree.
     """
@@ -171,20 +172,20 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def token_mean(values: Tensor, totals: Totals) -> Tensor:
-    """Sum / tokens. Sequences [1, 1, 1] and [5]: 8 / 4 = 2."""
+    """Return sum / tokens. Sequences [1, 1, 1] and [5]: 8 / 4 = 2."""
     return values.sum() / totals.tokens
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequences: Tensor, totals: Totals) -> Tensor:
-    """Mean over sequences of the mean over their masked tokens. Sequences [1, 1, 1] and [5]: (1 + 5) / 2 = 3.
+    """Return the mean over sequences of their masked token means. Sequences [1, 1, 1] and [5]: (1 + 5) / 2 = 3.
 
-    Also the mean of GSPO, whose values are the same at all tokens of a sequence. `values` are 0 outside the mask.
+    GSPO uses it too, since its values are equal at all tokens of a sequence. `values` must be 0 outside the mask.
     """
     return (values / _tokens_of_sequence(mask, sequences)).sum() / totals.sequences
 
 
 def constant_mean(values: Tensor, totals: Totals) -> Tensor:
-    """Dr.GRPO: sum / (sequences * max_tokens), so that a token counts the same in a long and in a short sequence.
+    """Return Dr.GRPO's sum / (sequences * max_tokens), in which a token counts the same in any sequence length.
 
     Sequences [1, 1, 1] and [5] with max_tokens = 4: 8 / (2 * 4) = 1.
     """
@@ -200,7 +201,7 @@ def _mean(values: Tensor, slots: Slots, config: LossConfig, totals: Totals) -> T
 
 
 def _zero_outside_mask(slots: Slots) -> Slots:
-    """Zero log-probs and advantages: a ratio of 1, an advantage of 0, and no way for a gradient."""
+    """Zero log-probs and advantages outside the mask: the ratio is 1, the advantage 0, and no gradient flows."""
     names = ["logprobs", "old_logprobs", "rollout_logprobs", "advantages", "reference_logprobs"]
     given = {name: getattr(slots, name) for name in names if getattr(slots, name) is not None}
     kept = {name: torch.where(slots.mask, values, 0.0) for name, values in given.items()}
@@ -212,14 +213,14 @@ def _total(values: Tensor) -> Tensor:
 
 
 def _tokens_of_sequence(mask: Tensor, sequences: Tensor) -> Tensor:
-    """At each slot, how many masked tokens its sequence has; 1 where it has none, so that it can divide."""
+    """Return for each slot how many masked tokens its sequence has, at least 1, so that it can be a divisor."""
     return _sum_of_sequence(mask.to(torch.float32), sequences).clamp(min=1)
 
 
 def _sum_of_sequence(values: Tensor, sequences: Tensor) -> Tensor:
-    """At each slot, the sum over all slots of its sequence.
+    """Return for each slot the sum over all slots of its sequence.
 
-    Sequences are numbered anew by sorting: `torch.unique` would wait for the device to know how many there are.
+    Sequences are renumbered by sorting, because `torch.unique` would wait for the device to know how many there are.
     """
     ordered, order = torch.sort(sequences)
     is_new = torch.zeros_like(ordered)

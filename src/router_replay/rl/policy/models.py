@@ -25,7 +25,7 @@ WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class LoadError(ConfigError):
-    """A model folder of which `file` cannot be used."""
+    """Report that `file` of a model folder cannot be used."""
 
     def __init__(self, message: str, file: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class LoadError(ConfigError):
 
 
 def model_folder(path: str) -> pathlib.Path:
-    """The folder of a model; "tiny" is ours."""
+    """Return the folder of a model; "tiny" is the one in this package."""
     if path == "tiny":
         return tiny_folder()
     folder = pathlib.Path(path)
@@ -53,7 +53,7 @@ def load_tokenizer(folder: pathlib.Path) -> Any:
 
 
 def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
-    """The model on this rank's device, whole or its share."""
+    """Load the model onto this rank's device, whole or as this rank's shard."""
     transformers_logging.disable_progress_bar()  # the display shows progress
     extra = {"use_kernels": True} if config.use_kernels else {}
     try:
@@ -65,9 +65,9 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
             output_loading_info=True,
             **extra,
         )
-    except Exception as error:  # a cut file breaks in safetensors, one with other shapes in transformers
+    except Exception as error:  # a truncated file fails in safetensors, wrong shapes fail in transformers
         raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
-    if absent := sorted(set(info["missing_keys"])):  # which transformers would fill with random numbers
+    if absent := sorted(set(info["missing_keys"])):  # transformers would fill these with random numbers
         raise LoadError(f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}", WEIGHTS)
     if ranks.world == 1 and config.dtype == "float32":
         return model.to(ranks.device)
@@ -75,7 +75,7 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
 
 
 def shard(model: Any, dtype: str, ranks: Ranks) -> Any:
-    """FSDP2 over all ranks, a unit per decoder layer."""
+    """Shard the model with FSDP2 over all ranks, one unit per decoder layer."""
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(ranks.device.type, (ranks.world,))
     units = set(getattr(model, "_no_split_modules", None) or ())
@@ -87,5 +87,5 @@ def shard(model: Any, dtype: str, ranks: Ranks) -> Any:
 
 
 def whole_state(model: Any) -> dict[str, torch.Tensor]:
-    """The float32 master weights: on the first rank all of them, on the CPU; elsewhere nothing. All ranks call this."""
+    """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
     return get_model_state_dict(model, options=WHOLE_ON_CPU)

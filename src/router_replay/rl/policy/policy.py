@@ -1,10 +1,10 @@
-"""Policy: the model that learns. It computes log-probs under the routing of the mode, and makes optimizer steps.
+"""Define Policy, the model that learns: it computes log-probs under the mode's routing and makes optimizer steps.
 
     scored = policy.score(mini)              # the old policy's log-probs; R2 records its routes here
     figures = policy.update(mini, scored)    # one optimizer step, with the routes of the mode replayed
 
-The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, "r3"
-the engine's.
+The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, and
+"r3" the engine's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NotFiniteError(TrainError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scored:
-    """What the old-policy pass found for one micro-batch. Tensors have one entry per slot of the whole bin."""
+    """Hold the result of the old-policy pass for one micro-batch. Tensors have one entry per slot of the whole bin."""
 
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
@@ -50,7 +50,7 @@ class Scored:
 
 
 class Policy:
-    """One rank's part of the model, its optimizer, and its reference model where there is one."""
+    """Hold one rank's part of the model, its optimizer, and its reference model if there is one."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
         self._config, self._ranks = config, ranks
@@ -69,7 +69,7 @@ class Policy:
         )
         self.updates = 0
         self._counted = self.replayer.stats
-        self._beside: list[Stats] = []  # what the replayer does not see: passes without replay, and comparisons
+        self._beside: list[Stats] = []  # not seen by the replayer: passes without replay, and comparisons
         self._reference = _Reference(config, ranks) if config.reference.kl else None
 
     # -- the two passes -------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Policy:
         return [self._score(micro) for micro in mini.micro]
 
     def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
-        """One optimizer step over the mini-batch. A loss that is not finite raises before a weight is touched."""
+        """Make one optimizer step over the mini-batch. A loss that is not finite raises before any weight changes."""
         config, ranks = self._config, self._ranks
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -104,7 +104,10 @@ class Policy:
         return figures
 
     def route_counts(self) -> Stats:
-        """The Stats of all passes since the last call, summed over ranks. Waits for the device: call it once a step."""
+        """Return the Stats of all passes since the last call, summed over ranks. Waits for the device.
+
+        Call it once per step.
+        """
         stats, beside = self.replayer.stats, self._beside
         found = sum(beside, start=stats.since(self._counted))
         self._counted, self._beside = stats, []
@@ -137,7 +140,7 @@ class Policy:
     def _replaying(
         self, micro: LocalBatch, routes: LocalBatch | TensorRoutes | None, agreement: bool = False
     ) -> Iterator[None]:
-        """The block of one pass; live where there are no routes to replay."""
+        """Return the context of one pass; the routing is live if there are no routes to replay."""
         if routes is None:
             rows = int((micro.labels != NO_LABEL).sum())
             self._beside.append(Stats.live(self.replayer.spec.layers, rows))
@@ -152,7 +155,7 @@ class Policy:
         self._beside.append(Stats.compared(engine.spec.layers, found.rows, found.per_layer.tolist()))
 
     def _summed(self, loss: torch.Tensor, sums: LossSums) -> dict[str, float]:
-        """Means over the mini-batch, over all ranks. Ranks that share sequences all computed the same loss."""
+        """Return means over the mini-batch on all ranks. Ranks that share sequences all computed the same loss."""
         ranks = self._ranks
         names = [field.name for field in dataclasses.fields(sums)]
         values = torch.stack([loss, *(getattr(sums, name).to(loss.dtype) for name in names)])
@@ -191,7 +194,7 @@ class Policy:
 
 
 class _Reference:
-    """A frozen model beside the policy; nothing of the one touches the other."""
+    """Hold a frozen model beside the policy; the two share nothing."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
@@ -211,7 +214,7 @@ class _Reference:
 def whole_logprobs(
     model: Any, micro: LocalBatch, ranks: Ranks, ulysses: Ulysses | None, temperature: float
 ) -> torch.Tensor:
-    """The log-prob of every label of the bin, also where this rank computed a piece of it only."""
+    """Return the log-prob of every label of the bin, even if this rank computed only a piece of it."""
     if ulysses is None:
         return logprobs(model, micro, temperature=temperature)
     arguments = ulysses.arguments(micro.whole)
@@ -221,10 +224,10 @@ def whole_logprobs(
 
 
 class _Gather(torch.autograd.Function):
-    """Pieces of a bin into the whole of it, on every rank that shares it.
+    """Gather the pieces of a bin into the whole, on every rank that shares it.
 
-    Each of them computes the same loss over the whole, and takes back the gradient of its own piece alone: together
-    they give every gradient once.
+    Each rank computes the same loss over the whole bin and keeps the gradient of its own piece only, so together they
+    produce every gradient once.
     """
 
     @staticmethod
@@ -253,7 +256,7 @@ def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.devi
 
 
 def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> np.ndarray:
-    """Old and rollout log-probs of the tokens that bear loss, [2, tokens]."""
+    """Return the old and rollout log-probs of the tokens with a loss, [2, tokens]."""
     pairs = []
     for mini, marks in zip(minis, scored, strict=True):
         for micro, mark in zip(mini.micro, marks, strict=True):

@@ -31,7 +31,7 @@ _runs = itertools.count()  # of this process, since a store outlives a run
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This process among `world`. `group` holds the ranks that share this rank's sequences; None where it is alone."""
+    """Describe this process among `world`. `group` holds the ranks that share its sequences, or None if it is alone."""
 
     rank: int
     world: int
@@ -46,7 +46,7 @@ class Ranks:
 
     @property
     def piece(self) -> int:
-        """Which piece of its replica's sequences this rank holds."""
+        """Return the index of the piece of its replica's sequences that this rank holds."""
         return self.rank % self.ulysses
 
     @property
@@ -54,7 +54,7 @@ class Ranks:
         return self.rank == 0
 
     def scatter(self, parts: Sequence[bytes | bytearray] | None) -> bytes:
-        """The first rank gives one message for every rank; each gets its own and no other."""
+        """Send one message from the first rank to every rank; return the message for this rank."""
         if self.world == 1:
             assert parts is not None
             return bytes(parts[0])
@@ -69,7 +69,7 @@ class Ranks:
         return bytes(parts[0])
 
     def gather(self, values: np.ndarray) -> list[np.ndarray]:
-        """On the first rank the float32 arrays of all ranks, elsewhere nothing. Only their last axis may differ."""
+        """Return the float32 arrays of all ranks on the first rank, else nothing. Only their last axis may differ."""
         if self.world == 1:
             return [values]
         lengths = torch.zeros(self.world, dtype=torch.int64)
@@ -96,7 +96,7 @@ class Ranks:
 
 
 def _as_tensor(message: bytes | bytearray) -> torch.Tensor:
-    """A view of a message that can be written to, and a copy of one that cannot."""
+    """Return a view of a writable message, or a copy of a read-only one."""
     return torch.frombuffer(message if isinstance(message, bytearray) else bytearray(message), dtype=torch.uint8)
 
 
@@ -128,9 +128,9 @@ def join(config: TrainConfig) -> Ranks:
 
 
 def _ulysses_group(rank: int, world: int, size: int) -> Any:
-    """The ranks that share this rank's sequences; None where they are not shared."""
+    """Return the group of ranks that share this rank's sequences, or None if they are not shared."""
     group = None
-    for first in range(0, world, size) if size > 1 else ():  # every rank must take part in making every group
+    for first in range(0, world, size) if size > 1 else ():  # every rank must take part in creating every group
         members = list(range(first, first + size))
         made = dist.new_group(members)
         group = made if rank in members else group
@@ -138,7 +138,7 @@ def _ulysses_group(rank: int, world: int, size: int) -> Any:
 
 
 def leave(here: Ranks | None = None, failed: bool = False) -> None:
-    """Leave the process group. After a failure the watch works on meanwhile, since a broken group may hang here."""
+    """Leave the process group. After a failure the watch keeps running, since a broken group may hang here."""
     watch = NoWatch() if here is None else here.watch
     if not failed:
         watch.close()
@@ -149,7 +149,7 @@ def leave(here: Ranks | None = None, failed: bool = False) -> None:
 
 
 def _store(timeout: float) -> Any:
-    """The store that torchrun, or the first rank, has for the run."""
+    """Return the run's store, provided by torchrun or the first rank."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     limit = datetime.timedelta(seconds=timeout)
@@ -165,7 +165,7 @@ def _store(timeout: float) -> Any:
 
 
 def _own_part(store: Any) -> Any:
-    """A connection and keys of this run's watch alone; torchrun may start a run again on the same store."""
+    """Return a separate connection with keys for this run's watch; torchrun may restart a run on the same store."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"router-replay/{restart}/{next(_runs)}", store.clone())
 

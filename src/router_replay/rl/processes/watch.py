@@ -1,8 +1,8 @@
-"""What the ranks of a run know of each other besides their collectives: which one failed or hangs, where, and why.
+"""Tell the ranks of a run which rank failed or hangs, where, and why.
 
-A collective that one rank does not come to holds the others for as long as its timeout, and what they raise then does
-not name the reason. So every rank has a thread that writes to the run's store where its main thread is, and that ends
-the process when the store says that another rank failed. The first rank's thread also sees when no rank gets on.
+If one rank does not reach a collective, the others wait until its timeout, and the error they then raise does not name
+the reason. So every rank has a thread that writes the position of its main thread to the run's store, and that ends the
+process when the store says that another rank failed. The first rank's thread also detects when no rank makes progress.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from router_replay.errors import RouterReplayError, TrainError
 FAILED = "failed"
 INTERVAL = 0.5
 GRACE = 10.0
-"""Seconds in which a main thread may leave a collective that broke, and close the engine, before it is ended."""
+"""Seconds that a main thread has to leave a broken collective and close the engine before it is ended."""
 HEARD = 5.0
-"""Seconds that a rank with a message waits until the others have it: torchrun ends all when the first one is gone."""
+"""Seconds that a failed rank waits for the others to get its message: torchrun ends all when the first one is gone."""
 _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
 class RankFailed(TrainError):
-    """Another rank failed or hangs; this one was told, and has printed it."""
+    """Report that another rank failed or hangs; this rank was told, and has printed it."""
 
     printed = True
 
@@ -50,7 +50,7 @@ class NoWatch:
 
 
 class Watch:
-    """One rank's watch. `store` is torch's store of the run, over a connection that nothing else uses."""
+    """Watch one rank. `store` is torch's store of the run, on a connection that nothing else uses."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
         self.agreed = False
@@ -85,7 +85,7 @@ class Watch:
         text = f"rank {self._rank} failed in phase {self._phase!r}: {_in_words(error)}"
         try:
             first = self._tell(text, [self._rank])
-        except RuntimeError:  # the store is gone, and with it everybody who could be told
+        except RuntimeError:  # the store is gone, and so is everybody who could be told
             return error
         if first != text:
             self._print(first)
@@ -123,7 +123,7 @@ class Watch:
         self._store.set(f"rank{self._rank}", json.dumps(state))
 
     def _where(self) -> tuple[bool, str]:
-        """Whether the main thread is inside a collective, and its innermost line of Python."""
+        """Return whether the main thread is inside a collective, and its innermost line of Python."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return False, "nowhere"
@@ -158,7 +158,7 @@ class Watch:
             self._tell(f"the first rank is silent for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
 
     def _tell(self, text: str, ranks: list[int]) -> str:
-        """Tell a failure, unless one was told before. Returns the text of the first."""
+        """Tell the other ranks of a failure, unless one was told before. Returns the text of the first failure."""
         told = self._store.compare_set(FAILED, "", json.dumps({"text": text, "ranks": ranks}))
         return str(json.loads(told)["text"])
 
@@ -166,7 +166,10 @@ class Watch:
         return json.loads(self._store.get(FAILED)) if self._store.check([FAILED]) else None
 
     def _end(self, failure: dict[str, Any]) -> None:
-        """The main thread may leave by itself: the collective that it waits in breaks when a guilty rank is gone."""
+        """End the process, after giving the main thread time to leave by itself.
+
+        The collective that the main thread waits in breaks when a guilty rank is gone.
+        """
         self._print(failure["text"])
         with contextlib.suppress(RuntimeError):
             self._store.set(f"heard{self._rank}", "")
@@ -208,7 +211,7 @@ class Watch:
 
 
 class _Seen:
-    """What is known of another rank, by this rank's clock."""
+    """Hold what is known of another rank, by this rank's clock."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -224,12 +227,12 @@ class _Seen:
 
     @property
     def silent(self) -> float:
-        """Seconds without a sign of life."""
+        """Return the seconds without a sign of life."""
         return time.monotonic() - self._alive
 
     @property
     def idle(self) -> float:
-        """Seconds without progress."""
+        """Return the seconds without progress."""
         return time.monotonic() - self._moved
 
     def in_words(self) -> str:

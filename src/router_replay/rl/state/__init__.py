@@ -1,1 +1,1 @@
-"""What a run keeps on disk: checkpoints, the record of its settings, and the lock of its folder."""
+"""Keep a run's state on disk: checkpoints, the record of its settings, and the lock of its folder."""

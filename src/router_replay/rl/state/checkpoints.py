@@ -1,4 +1,6 @@
-"""Checkpoints. They are written beside their place, synced to disk and then renamed, so a killed run leaves none half.
+"""Write and read checkpoints.
+
+A checkpoint is written beside its final place, synced to disk and then renamed, so a killed run leaves no partial one.
 
     out/run/checkpoints/step_000010/
         model.safetensors, config.json, tokenizer...    the float32 policy in the Hugging Face layout
@@ -6,7 +8,7 @@
         run.json                                        the settings of the run so far (run_record.py)
         progress.json                                   steps done, policy version, next problem, optimizer steps
 
-Weights and optimizer state are whole, not the shards of a rank, so any number of processes can go on from them.
+Weights and optimizer state are stored whole, not as the shards of a rank, so any number of processes can resume.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ from router_replay.rl.processes.ranks import Ranks
 
 FOLDER = "checkpoints"
 TRAINER, PROGRESS, RECORD = "trainer.pt", "progress.json", "run.json"
-UNFINISHED = (".writing_", ".replaced_")  # what a kill in the middle of `save` leaves
+UNFINISHED = (".writing_", ".replaced_")  # what a kill during `save` leaves
 
 
 class CheckpointError(TrainError):
-    """A checkpoint could not be written. Every rank raises it; to try again would fail again."""
+    """Report that a checkpoint could not be written. Every rank raises it; a second try would fail again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is. `step` steps are done; the next one starts at problem number `problem`."""
+    """Hold how far a run is. `step` steps are done; the next one starts at problem number `problem`."""
 
     step: int = 0
     version: int = 0
@@ -48,7 +50,7 @@ class Progress:
 
 
 def found(output: pathlib.Path) -> list[pathlib.Path]:
-    """Every checkpoint folder by its step. A name with anything behind the number is a user's own copy."""
+    """Return every checkpoint folder, sorted by step. A name with a suffix after the number is a user's own copy."""
     folder = output / FOLDER
     named = [(re.fullmatch(r"step_(\d{6,})", path.name), path) for path in folder.glob("step_*") if path.is_dir()]
     numbered = [(int(match[1]), path) for match, path in named if match is not None]
@@ -56,7 +58,7 @@ def found(output: pathlib.Path) -> list[pathlib.Path]:
 
 
 def latest(output: pathlib.Path) -> pathlib.Path | None:
-    """The newest whole checkpoint: a folder has its final name only when everything in it is on the disk."""
+    """Return the newest complete checkpoint, or None. A folder gets its final name only when it is fully on disk."""
     return next(reversed(found(output)), None)
 
 
@@ -72,7 +74,7 @@ def save(
     """Write a checkpoint and remove the oldest ones beyond `keep`. All ranks call this; the first one writes."""
     weights = whole_state(policy.model)
     optimizer = None
-    if policy.updates:  # torch would make the state of a fresh optimizer by a step, which then counts as one
+    if policy.updates:  # for a fresh optimizer, torch would create the state with a counted step
         optimizer = get_optimizer_state_dict(policy.model, policy.optimizer, options=WHOLE_ON_CPU)
     failure = None
     if ranks.is_first:
@@ -90,12 +92,12 @@ def save(
             (side / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
             _to_disk(side)
             _put_in_place(side, final)
-        except Exception as error:  # torch and safetensors report a full disk each in a type of its own
+        except Exception as error:  # torch and safetensors report a full disk with different types
             shutil.rmtree(side, ignore_errors=True)
             failure = _not_written(final, needed, error)
         else:
             _prune(output, keep)
-    if ranks.any(failure is not None):  # nobody goes on, and perhaps dies, before it is written
+    if ranks.any(failure is not None):  # no rank continues, and perhaps dies, before it is written
         raise failure or CheckpointError(f"the first rank could not write the checkpoint of step {progress.step}")
 
 
@@ -113,7 +115,7 @@ def read_progress(folder: pathlib.Path) -> Progress:
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The settings that the checkpoint was made with; None where an older version did not write them."""
+    """Return the settings that the checkpoint was made with, or None if an older version did not write them."""
     try:
         record = json.loads((folder / RECORD).read_text())
         if not isinstance(record, dict):
@@ -128,24 +130,24 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
 def restore(policy: Policy, folder: pathlib.Path) -> None:
     """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
 
-    Every rank reads the whole optimizer state and keeps its share.
+    Every rank reads the whole optimizer state and keeps its share. Raises TrainError if a file is damaged.
     """
     settings = [{name: value for name, value in group.items() if name != "params"} for group in _groups(policy)]
     try:
-        saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # which runs no code of the file
+        saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # runs no code from the file
         if saved["optimizer"] is not None:
             options = StateDictOptions(full_state_dict=True)
             set_optimizer_state_dict(policy.model, policy.optimizer, saved["optimizer"], options=options)
         torch.set_rng_state(saved["random"])
-    except Exception as error:  # a cut or altered file breaks in torch, pickle or zipfile, each with its own error
+    except Exception as error:  # a damaged file fails in torch, pickle or zipfile, each with its own error
         raise damaged(folder, TRAINER, error) from error
     for group, now in zip(_groups(policy), settings, strict=True):
-        group.update(now)  # the run's settings as they are now; the file has those of the time it was written
+        group.update(now)  # the run's current settings; the file has those of the time it was written
     policy.updates = read_progress(folder).updates
 
 
 def damaged(folder: pathlib.Path, file: str, error: Exception) -> TrainError:
-    """The error for a checkpoint that cannot be read; it names the checkpoint before it."""
+    """Return the error for a checkpoint that cannot be read; it names the previous checkpoint."""
     others = [path for path in found(folder.parent.parent) if path != folder]
     remedy = "there is no other checkpoint in this run: start it anew with another output"
     if others:
@@ -170,7 +172,7 @@ def _bytes_of(tree: Any) -> int:
 
 
 def _make_room(parent: pathlib.Path, needed: int) -> None:
-    """Remove what a killed run left half written, and see that the disk has room before anything is written."""
+    """Remove the partial files of a killed run, and check the free disk space before anything is written."""
     parent.mkdir(parents=True, exist_ok=True)
     for prefix in UNFINISHED:
         for left in parent.glob(f"{prefix}step_*"):
@@ -180,7 +182,10 @@ def _make_room(parent: pathlib.Path, needed: int) -> None:
 
 
 def _put_in_place(side: pathlib.Path, final: pathlib.Path) -> None:
-    """One of the same step is there when a step failed twice; it goes only when the new one is in its place."""
+    """Rename the new checkpoint into place. An old one of the same step is removed only after that.
+
+    An old one exists when a step failed twice.
+    """
     replaced = final.with_name(f".replaced_{final.name}")
     if final.exists():
         final.rename(replaced)
@@ -190,7 +195,7 @@ def _put_in_place(side: pathlib.Path, final: pathlib.Path) -> None:
 
 
 def _prune(output: pathlib.Path, keep: int) -> None:
-    """Remove the oldest; only what this module wrote, which is what its progress file says."""
+    """Remove the oldest checkpoints. Only folders with a progress file, which this module wrote, are removed."""
     for old in [path for path in found(output) if _is_ours(path)][:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -1,10 +1,10 @@
-"""A run holds its output folder, so that a second run cannot write over the first one.
+"""Lock the output folder of a run, so that a second run cannot overwrite the first one.
 
     with hold(config.output) as note:
         ...                        # nobody else trains into this folder meanwhile
 
-The lock is an flock on a file in the folder. The kernel drops it when the process ends, also after kill -9, so no lock
-is ever stale. The file itself stays: removing it would let two processes lock two files of one name.
+The lock is an flock on a file in the folder. The kernel releases it when the process ends, even after kill -9, so a
+lock is never stale. The file itself stays: removing it would let two processes lock two files of the same name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def hold(folder: pathlib.Path) -> Iterator[str | None]:
-    """Lock the folder, made if it is not there. Gives a note where its file system has no locks."""
+    """Lock the folder, and create it if necessary. Yields a note if its file system has no locks, otherwise None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -67,16 +67,16 @@ def _sign(handle: int, folder: pathlib.Path) -> None:
 
 
 def _holder(handle: int) -> str:
-    """Who holds the lock, as it signed itself; the host matters on a shared file system."""
+    """Describe who holds the lock, from what it wrote into the file; the host matters on a shared file system."""
     try:
         signed = json.loads(os.pread(handle, 4096, 0))
         return f"process {signed['pid']} on host {signed['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock and has not signed yet
+    except (OSError, ValueError, KeyError, TypeError):  # it has the lock but has not written its name yet
         return "which has not said its process id yet"
 
 
 def _forget_in_child() -> None:
-    """A forked child, such as an engine's, shares the lock and would keep it after our death."""
+    """Close the lock in a forked child, such as an engine's, which would otherwise keep it after our death."""
     for handle in _held:
         os.close(handle)
     _held.clear()

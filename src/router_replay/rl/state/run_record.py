@@ -1,7 +1,7 @@
-"""RunRecord: the settings that a run was started with. Every checkpoint has it, and `--resume` compares it.
+"""Record the settings that a run was started with. Every checkpoint has them, and `--resume` compares them.
 
-Another model, other problems or another seed are refused: it would be another run in the same folder. Any other
-change, also of the number of processes, is allowed, shown, and recorded with the step from which it holds.
+A different model, different problems or a different seed are refused, because that would be another run in the same
+folder. Any other change, including the number of processes, is allowed, shown, and recorded with its first step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from router_replay.rl.policy.models import model_folder
 from router_replay.rl.processes.ranks import world_size
 from router_replay.rl.state import checkpoints
 
-EDGE = 2**20  # bytes of each end of a weight file that the fingerprint reads
+EDGE = 2**20  # bytes read from each end of a weight file for the fingerprint
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings of a run so far. `history` lists what a `--resume` changed, and from which step on."""
+    """Hold the settings of a run so far. `history` lists what each `--resume` changed, and from which step on."""
 
     config: dict[str, Any]
     model: str
     problems: str
-    processes: int | None = None  # of older versions it is not known
+    processes: int | None = None  # unknown for older versions
     history: tuple[dict[str, Any], ...] = ()
 
     @classmethod
@@ -52,22 +52,22 @@ class RunRecord:
         return dataclasses.asdict(self)
 
     def for_config_file(self) -> dict[str, Any]:
-        """The contents of config.json: the settings now, and the history of their changes."""
+        """Return the contents of config.json: the current settings, and the history of their changes."""
         return {**self.config, **({"history": list(self.history)} if self.history else {})}
 
     def going_on_from(self, before: RunRecord, step: int, output: pathlib.Path) -> Self:
-        """This record with the history of `before`; ConfigError where it is another run."""
+        """Return this record with the history of `before`; raise ConfigError if `before` is a different run."""
         if refused := _refusals(before, self):
             way_out = "set them back to go on, or set another output for a new run"
             raise config_error(f"--resume: {output} holds a run with other settings; {way_out}", refused)
         changes = _changes(before.config, self.config)
-        if before.processes not in (None, self.processes):  # which is no setting, and any number will do
+        if before.processes not in (None, self.processes):  # not a setting: any number is allowed
             changes["processes"] = [before.processes, self.processes]
         news = ({"step": step, "changes": changes},) if changes else ()
         return dataclasses.replace(self, history=(*before.history, *news))
 
     def notes(self, step: int) -> list[str]:
-        """A line for the display for each change that a `--resume` at `step` made."""
+        """Return a line for the display for each change that a `--resume` at `step` made."""
         return [
             f"from step {step} on, {name} is {new!r}; it was {old!r}"
             for entry in self.history[-1:]
@@ -79,7 +79,7 @@ class RunRecord:
 def record_of(
     config: TrainConfig, task: Task, checkpoint: pathlib.Path | None, step: int
 ) -> tuple[RunRecord, list[str]]:
-    """The record of a run that starts, or goes on from a checkpoint, and notes for its user."""
+    """Return the record of a run that starts or resumes from a checkpoint, and notes for its user."""
     now = RunRecord.of(config, task)
     if checkpoint is None:
         return now, []
@@ -92,7 +92,7 @@ def record_of(
 
 
 def fingerprint(folder: pathlib.Path) -> str:
-    """A digest of a model: its config and both ends of its weight files, wherever the folder lies."""
+    """Return a digest of a model's config and both ends of its weight files, independent of the folder's path."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         size = path.stat().st_size
@@ -120,7 +120,7 @@ def _refusals(before: RunRecord, now: RunRecord) -> list[str]:
             f"{path}: the run was started with {old.get(path)!r} (fingerprint {before.model}), now it is "
             f"{new[path]!r} (fingerprint {now.model})"
         )
-    if before.problems != now.problems and not refused:  # else they differ by what is named above
+    if before.problems != now.problems and not refused:  # otherwise they differ because of the settings named above
         source = file if new.get("environment.kind") == "jsonl" else "environment.arguments"
         refused.append(
             f"{source}: the run was started with {before.problems} from {old.get(source)!r}, now there are "
@@ -130,14 +130,14 @@ def _refusals(before: RunRecord, now: RunRecord) -> list[str]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Old and new value of every setting that differs. Settings that one of them does not know are left out."""
+    """Return the old and new value of every setting that differs. Settings missing from one of the two are left out."""
     old, new = flat(before), flat(now)
     both = [name for name in new if name in old and name != "output"]
     return {name: [old[name], new[name]] for name in both if old[name] != new[name]}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optimizer": {"lr": 1}} as {"optimizer.lr": 1}; engine.arguments is one setting."""
+    """Flatten {"optimizer": {"lr": 1}} to {"optimizer.lr": 1}; engine.arguments stays one setting."""
     settings: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and not prefix:

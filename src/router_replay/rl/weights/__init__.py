@@ -1,1 +1,1 @@
-"""The way of new weights from the policy into the engine."""
+"""Transfer new weights from the policy to the engine."""

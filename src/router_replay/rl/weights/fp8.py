@@ -1,17 +1,17 @@
-"""Weights as an FP8 checkpoint has them: rounded to float8_e4m3, with one scale for each block of the matrix."""
+"""Round weights as in an FP8 checkpoint: to float8_e4m3, with one scale per block of the matrix."""
 
 from __future__ import annotations
 
 import torch
 
 BLOCK = 128  # FP8 checkpoints have one scale per block of 128 x 128 weights
-LARGEST = 448.0  # of float8_e4m3
+LARGEST = 448.0  # the largest float8_e4m3 value
 
 
 def fp8_rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Round to float8_e4m3 with one scale per block of the last two dimensions, and back to float32.
+    """Round to float8_e4m3 with one scale per block of the last two dimensions, and convert back to float32.
 
-    All blocks are rounded in one pass. Blocks at the edges are filled up with zeros, which no scale depends on.
+    All blocks are rounded in one pass. Blocks at the edges are padded with zeros, which do not affect the scale.
     """
     rows, columns = tensor.shape[-2:]
     missing = (0, -columns % BLOCK, 0, -rows % BLOCK)

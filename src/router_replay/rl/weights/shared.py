@@ -1,4 +1,4 @@
-"""One segment of shared memory for all versions of the policy, from which vLLM on this machine reads them."""
+"""Share all versions of the policy with vLLM on this machine through one segment of shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from router_replay.errors import EngineError
 
 
 class Segment:
-    """Made when the first weights are written. Where shared memory has no room (a container's 64 MB), it stays away."""
+    """Hold the segment, which is created at the first write.
+
+    If shared memory has no room for it (a container's 64 MB), it is not created.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -20,7 +23,7 @@ class Segment:
         self._fits = True
 
     def write(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
-        """The segment with these weights in it; None where it does not fit."""
+        """Write these weights into the segment and return it, or None if they do not fit."""
         if not self._fits:
             return None
         tensors = checkpoint_tensors(self._model, state)

@@ -1,7 +1,7 @@
-"""WeightSync: gives the engine the policy's new weights, in the engine's type and rounded where its rollouts use FP8.
+"""Give the engine the policy's new weights, in the engine's dtype and rounded if its rollouts use FP8.
 
-The embedded engine takes the tensors themselves. vLLM in this process reads them from shared memory, a server from a
-Hugging Face folder.
+The embedded engine takes the tensors directly. vLLM in this process reads them from shared memory, and a server reads
+them from a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router_replay.rl.weights.shared import Segment
 
 
 class WeightSync:
-    """Gives an engine each new version of the policy. The first rank has one."""
+    """Give an engine each new version of the policy. Only the first rank has one."""
 
     def __init__(self, config: EngineConfig, model: Any, routers: frozenset[str]) -> None:
         self._config, self._model, self._routers = config, model, routers
@@ -42,7 +42,7 @@ class WeightSync:
             on_failure.pop_all()
 
     def _folder_in_use(self, where: str | None) -> pathlib.Path:
-        """A new folder, named after process and host, and locked, so that nobody's `sweep` takes it for a leftover."""
+        """Create a folder named after process and host, and lock it, so that no `sweep` treats it as a leftover."""
         try:
             made = tempfile.mkdtemp(prefix=own_prefix(), dir=where)
         except OSError as error:
@@ -53,16 +53,16 @@ class WeightSync:
         self._closing.callback(shutil.rmtree, made, ignore_errors=True)
         in_use = os.open(made, os.O_RDONLY)
         self._closing.callback(os.close, in_use)
-        with contextlib.suppress(OSError):  # a file system without locks: there `sweep` goes by process and host
+        with contextlib.suppress(OSError):  # without file locks, `sweep` checks process and host
             fcntl.flock(in_use, fcntl.LOCK_SH)
         return pathlib.Path(made)
 
     def export(self, state: Mapping[str, torch.Tensor], version: int) -> pathlib.Path:
-        """A folder with the weights as the engine should have them; it stays until the next version is there."""
+        """Write the weights as the engine needs them and return the folder; it stays until the next version exists."""
         folder = self._root / f"version_{version}"
         try:
             self._model.save_pretrained(folder, state_dict=self.for_engine(state))
-        except Exception as error:  # safetensors reports a full disk in a type of its own
+        except Exception as error:  # safetensors reports a full disk with its own type
             shutil.rmtree(folder, ignore_errors=True)
             reason = str(error).strip().partition("\n")[0]
             raise EngineError(
@@ -96,13 +96,16 @@ class WeightSync:
         self._closing.close()
 
     def _is_quantised(self, name: str, tensor: torch.Tensor) -> bool:
-        """The matrices of attention and experts; as in FP8 checkpoints, not routers, norms, embeddings and the head."""
+        """Return whether FP8 checkpoints quantise this tensor.
+
+        They quantise the matrices of attention and experts, but not routers, norms, embeddings and the head.
+        """
         kept = any(name.startswith(f"{router}.") for router in self._routers) or "embed" in name or "lm_head" in name
         return tensor.ndim >= 2 and not kept
 
 
 def _roomy(wanted: str, needed: int) -> str | None:
-    """The folder that was asked for, shared memory where it has room, or the system's place for temporary files."""
+    """Return the requested folder, shared memory if it has room, or None for the system's temporary folder."""
     if wanted:
         try:
             pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""What Router Replay adds to vLLM, by vLLM's own plugin entry point: nothing unless asked for.
+"""Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
-vLLM calls `register` in the API server, in the engine core and in every worker. Without the environment
-variable ROUTER_REPLAY_VLLM it returns at once. With it, six things are supplied:
+vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
+ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies six
+things:
 
     forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
     request checks     bad rows are refused before they reach the engine; the prefix
@@ -13,11 +14,11 @@ variable ROUTER_REPLAY_VLLM it returns at once. With it, six things are supplied
                        together                                                            routes/delivery.py
     Ctrl-C             is left to the process that started the engine                      repairs/signals.py
 
-Every place of vLLM that this touches stands in `seams.py`, which is checked whole before anything is changed.
+`seams.py` lists every place in vLLM that the plugin touches. The whole list is checked before anything is changed.
 
-`ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start; `observe` leaves the
-routers alone and supplies the rest. With any other value a worker that cannot force routes starts, captures
-them, and gives the reason in its report.
+`ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start. `observe` leaves the routers
+unchanged and supplies the rest. With any other value, a worker that cannot force routes starts, captures them, and
+gives the reason in its report.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def asked_for() -> bool:
 
 
 def register() -> None:
-    """vLLM's plugin entry point; calling it twice does no harm.
+    """Install the plugin into this vLLM process; calling it twice does no harm.
 
-    All seams are checked first. Where one does not fit, nothing is patched, and the log says why.
+    All seams are checked first. If one does not fit, nothing is patched and the reason is logged. Raises EngineError
+    instead if ROUTER_REPLAY_VLLM is "required".
     """
     if not asked_for():
         return
-    # Imported here: with the plugin installed but not asked for, vLLM's start must not pay for torch and the rest.
+    # Imported here so that vLLM does not pay for importing torch and the rest when the plugin is installed but unused.
     from router_replay.engines.vllm.plugin import seams
 
     problems = seams.problems()
@@ -62,7 +64,7 @@ def register() -> None:
 
 
 def _refuse(reason: str) -> None:
-    """Say it in the server's own log, and let a worker's report say it too."""
+    """Log the reason in the server's log, and make the workers' reports include it."""
     message = f"Router Replay is NOT active in this vLLM, nothing of it was changed: {reason}"
     if os.environ.get(ENVIRONMENT) == REQUIRED:
         raise EngineError(message)

@@ -1,4 +1,4 @@
-"""The report of a worker into which the plugin was not installed: why, and which seam does not fit."""
+"""Supply the report of a worker in which the plugin is not active: the reason, and which seam does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router_replay.engines.vllm.plugin import seams
 
 
 def install(reason: str) -> None:
-    """Add the method `router_replay_report` to vLLM's worker, where there is such a class; change nothing else."""
+    """Add the method `router_replay_report` to vLLM's worker class if it exists; change nothing else."""
 
     def report(worker: Any) -> dict[str, Any]:
         return {"plugin": __version__, "active": False, "reason": reason, **NOTHING, "seams": seams.table()}
@@ -21,7 +21,7 @@ def install(reason: str) -> None:
         importlib.import_module("vllm.v1.worker.gpu_worker").Worker.router_replay_report = report
 
 
-# What an engine of ours reads in a report, whether the plugin is active or not.
+# The fields that our engines read from every report, whether the plugin is active or not.
 NOTHING = {
     "captures": False,
     "forced_routes": False,

@@ -1,8 +1,8 @@
-"""Every place where the plugin touches vLLM, in one table.
+"""List every place where the plugin touches vLLM, in one table.
 
-`register` checks the whole table before it changes anything: where one seam of the core does not look as it must,
-nothing is patched. The seams of delivery are a part of their own, since vLLM can do without it: where one of them does
-not fit, rows leave the engine core as vLLM sends them. `report()["seams"]` of an engine prints the table.
+`register` checks the whole table before it changes anything. If one seam of the part "core" does not fit, nothing is
+patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
+leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the table.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """One thing of vLLM that the plugin relies on.
+    """Describe one thing in vLLM that the plugin relies on.
 
-    `owner` is "module:Class" or "module", `name` an attribute of it (empty: the owner itself). `looks` are the
-    parameters, fields, or names used in the code that must be there.
+    `owner` is "module:Class" or "module", and `name` is an attribute of it (empty for the owner itself). `looks` lists
+    the parameters, fields, or names used in the code that must exist.
     """
 
     owner: str
@@ -37,7 +37,7 @@ class Seam:
     part: Part = "core"
 
     def problem(self) -> str:
-        """What is not as it must be; empty where all is."""
+        """Return a description of what does not fit, or an empty string."""
         place = f"{self.owner}.{self.name}".rstrip(".")
         try:
             owner = _resolve(self.owner)
@@ -135,7 +135,7 @@ SEAMS: tuple[Seam, ...] = (
 
 
 def problems(part: Part = "core") -> list[str]:
-    """Why this part cannot be installed into this vLLM; empty where it can."""
+    """Return the reasons why this part cannot be installed into this vLLM; the list is empty if it can."""
     import vllm
 
     found = []
@@ -147,7 +147,7 @@ def problems(part: Part = "core") -> list[str]:
 
 
 def table() -> list[dict[str, str]]:
-    """The seams for `report()`, each with what is wrong with it."""
+    """Return the seams for `report()`, each with its problem."""
     return [
         {
             "owner": seam.owner,
@@ -163,7 +163,7 @@ def table() -> list[dict[str, str]]:
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `make(original)` in the place of a method, once per process."""
+    """Replace the method `name` of `owner` with `make(original)`, once per process."""
     original = getattr(owner, name)
     if getattr(original, "router_replay", False):
         return
@@ -179,7 +179,7 @@ def _resolve(owner: str) -> Any:
 
 
 def _names_of(target: Any) -> set[str]:
-    """Parameters and names in the code of a function; the fields of a struct or a named tuple."""
+    """Return a function's parameters and the names in its code, or the fields of a struct or named tuple."""
     return set(_names(target))
 
 

@@ -1,7 +1,7 @@
-"""What runs inside a vLLM worker: forced routing on its model, and the calls an engine of ours makes.
+"""Run inside a vLLM worker: force routes on its model, and answer the calls that our engines make.
 
-vLLM gives a plugin no object to hang state on, so two methods of `Worker` are wrapped on the class and three are
-added to it; all state lives on the worker's own attribute `router_replay`.
+vLLM gives a plugin no object to store state on, so two methods of `Worker` are wrapped on the class and three are added
+to it. All state is in the worker's attribute `router_replay`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
-KEPT = 4096  # finished requests whose progress is remembered
+KEPT = 4096  # number of finished requests whose progress is remembered
 
 
 class WorkerState:
-    """What the plugin knows of one worker: its forcing, or why there is none, how far each request is, its weights."""
+    """Hold the plugin's state of one worker: forcing or why there is none, progress of requests, and weights."""
 
     def __init__(self, worker: Any) -> None:
         runner = worker.model_runner
@@ -78,7 +78,7 @@ class WorkerState:
         names = batch.req_ids[: len(scheduled)]
         ends = batch.num_computed_tokens_cpu[: len(scheduled)] + scheduled
         for name, end in zip(names, ends.tolist(), strict=True):
-            # What is computed again after a preemption was sampled from before.
+            # Tokens recomputed after a preemption were already sampled from.
             self._computed[name] = max(end, self._computed.get(name, 0))
         if len(self._computed) > 2 * (len(self._runner.requests) + KEPT):
             finished = [name for name in self._computed if name not in self._runner.requests]
@@ -86,16 +86,16 @@ class WorkerState:
                 del self._computed[name]
 
     def progress(self) -> dict[str, int]:
-        """How many rows of each request were computed so far, by vLLM's internal request id.
+        """Return how many rows of each request were computed so far, by vLLM's internal request id.
 
-        Requests that finished a moment ago are in it: their answer may still be on its way to the client, which
-        must not take them for requests that have not started.
+        Requests that finished recently are included: their answer may still be on its way to the client, which must not
+        treat them as requests that have not started.
         """
         return dict(self._computed)
 
 
 def report(worker: Any) -> dict[str, Any]:
-    """Proof that the plugin is active here, or the reason why it cannot force routes."""
+    """Return the plugin's state in this worker, with the reason if it cannot force routes."""
     state: WorkerState = worker.router_replay
     config = worker.model_runner.model_config
     return {
@@ -116,7 +116,10 @@ def report(worker: Any) -> dict[str, Any]:
 
 
 def find_weights(worker: Any, source: str) -> dict[str, str]:
-    """Asked before anything is paused or aborted: a mistyped path must not cost a batch. Empty where all is well."""
+    """Check that a weight source can be opened; return the `reason` if not, else an empty one.
+
+    It is called before anything is paused or aborted, so that a mistyped path does not cost a batch.
+    """
     state: WorkerState = worker.router_replay
     try:
         state.weights.open(json.loads(source))
@@ -126,9 +129,10 @@ def find_weights(worker: Any, source: str) -> dict[str, str]:
 
 
 def update_weights(worker: Any, source: str) -> dict[str, Any]:
-    """Swap the weights in place, and say how far each request in flight had come with the old ones.
+    """Replace the weights in place, and return how far each running request had come with the old ones.
 
-    Weights that are refused before anything is touched give the `reason`; a load that fails on the way raises.
+    If the weights are refused before anything is touched, only the `reason` is returned. A load that fails partway
+    raises.
     """
     state: WorkerState = worker.router_replay
     done = state.progress()
@@ -142,11 +146,11 @@ def update_weights(worker: Any, source: str) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Wrap and add methods of Worker, and name our weight-transfer backend."""
+    """Wrap and add methods of Worker, and register our weight-transfer backend."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.gpu_worker import Worker
 
-    if hasattr(Worker, "router_replay_update_weights"):  # vLLM refuses a backend's name that it knows
+    if hasattr(Worker, "router_replay_update_weights"):  # vLLM refuses to register a name twice
         return
     seams.wrap(Worker, "load_model", _loading)
     seams.wrap(Worker, "start_weight_update", _starting_an_update)
@@ -169,7 +173,8 @@ def _loading(original: Any) -> Any:
 
 def _starting_an_update(original: Any) -> Any:
     def start_weight_update(self: Any, *arguments: Any, **more: Any) -> None:
-        # Ours touches nothing before the finish, so an update that failed in another worker need not bar a new one.
+        # Our backend changes nothing before the finish, so an update that failed in another worker need not block a new
+        # one.
         if _takes_ours(self):
             self._weight_update_active = False
         original(self, *arguments, **more)

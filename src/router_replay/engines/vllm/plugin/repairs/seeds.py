@@ -1,9 +1,9 @@
-"""Seeded samples whose prompt is computed in several steps, on vLLM's CPU.
+"""Keep seeded sampling working on vLLM's CPU backend when a prompt is computed in several steps.
 
-After each step vLLM winds the random numbers of a prompt that is not through back by four, since the token drawn for
-it is thrown away. Generators of the CPU cannot be wound back, and the engine ends ("CPU Generator does not use
-offset", vLLM 0.28 to 0.30). Here such a request has no generator of its own during that step: what is thrown away is
-drawn by the common one, and its own random numbers stay where they are.
+After each step, vLLM rewinds the random generator of an unfinished prompt by four, because the token drawn for it is
+discarded. CPU generators cannot be rewound, and the engine stops ("CPU Generator does not use offset", vLLM 0.28 to
+0.30). Here such a request has no generator of its own during that step: the discarded token is drawn from the shared
+generator, and the request's own generator does not advance.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class HeldGenerators:
-    """Around the runner's `_prepare_inputs`: `give_back` before it, `hold` after it."""
+    """Hide and restore generators around the runner's `_prepare_inputs`: `give_back` before it, `hold` after it."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._held: list[str] = []
 
     def give_back(self) -> None:
-        """The batch may have been condensed since: requests are found by their names."""
+        """Restore the held generators. Requests are found by name, because the batch may have been condensed since."""
         batch = self._runner.input_batch
         for name in self._held:
             index, request = batch.req_id_to_index.get(name), self._runner.requests.get(name)

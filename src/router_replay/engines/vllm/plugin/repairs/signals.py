@@ -1,7 +1,8 @@
-"""Ctrl-C is for the process that started an engine, not for the engine.
+"""Make the engine's processes ignore Ctrl-C, so that the process that started the engine handles it.
 
-A terminal sends it to every process of a run. vLLM's would end at once, while the trainer is in the middle of a step
-that it wants to finish and save. The starter is told apart by an environment variable; a server has none, and ends.
+A terminal sends SIGINT to every process of a run. vLLM's processes would end at once, while the trainer is in the
+middle of a step that it wants to finish and save. An environment variable marks engines that have such an owner; a
+server does not have it, and ends on Ctrl-C as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OWNER = "ROUTER_REPLAY_VLLM_OWNER"
 
 
 def install() -> None:
-    """In the processes that an owner started: ignore SIGINT, also where vLLM sets its own handler later."""
+    """Ignore SIGINT in processes that an owner started, even if vLLM sets its own handler later."""
     owner = os.environ.get(OWNER)
     if not owner or owner == str(os.getpid()):
         return
@@ -36,5 +37,5 @@ def _ignoring(original: Any) -> Any:
 
 
 def _ignore() -> None:
-    if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+    if threading.current_thread() is threading.main_thread():  # handlers can only be set in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""The rows of requests inside vLLM: forced, checked, and delivered."""
+"""Force, check and deliver the routes of requests inside vLLM."""

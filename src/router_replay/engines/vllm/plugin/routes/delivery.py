@@ -1,19 +1,20 @@
-"""How captured rows and log-probs leave vLLM's engine core: in arrays for each step, not for each request.
+"""Send captured rows and log-probs from vLLM's engine core as arrays per step instead of per request.
 
-While requests decode, each has one new row in every step. vLLM cuts it out, and sends it as an array of its own: in
-Python, for each of 256 requests, that is most of what capture costs. Here the rows of a step travel together, with
-the first of their requests, and are taken apart where the message is read:
+During decoding, each request gets one new row per step. vLLM slices that row out and sends it as a separate array.
+Doing this in Python for each of 256 requests is most of the cost of capture. Here the rows of a step are sent together,
+attached to the first of their requests, and split again where the message is read:
 
     sent by vLLM       a: [1, L, K]      b: [1, L, K]      c: [512, L, K] (a prompt)
     sent here          a: [2, 1, L, K]   b: nothing        c: [512, L, K]
 
-Log-probs are three arrays for each request, captured or not, and travel in the same way.
+Log-probs are three arrays per request, with or without capture, and are sent in the same way.
 
-vLLM also lists the blocks of every request in every step, to read a prompt's rows from when the prompt is done.
+vLLM also lists the blocks of every request in every step, so that it can read a prompt's rows when the prompt is done.
 Here only requests that have no token yet are listed.
 
-The process that starts an engine core, and reads its messages, asks for this by an environment variable, so nothing
-is packed that nobody takes apart. Whatever is not as expected is left to vLLM; the plugin's report says why.
+The process that starts an engine core and reads its messages requests packing through an environment variable, so rows
+are packed only if the reader unpacks them. Anything unexpected is left to vLLM, and the plugin's report gives the
+reason.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from router_replay.engines.environment import environment
 from router_replay.engines.vllm.plugin import seams
 from router_replay.errors import EngineError
 
-# In an engine core: the id of the process that reads its messages and takes packed rows apart, which is its parent.
-# Set to "0" by a user, all is left to vLLM.
+# Set in an engine core to the id of the process that reads its messages and unpacks rows, which is its parent. If the
+# user sets it to "0", delivery is left to vLLM.
 ENVIRONMENT = "ROUTER_REPLAY_VLLM_PACKED"
-LOGPROBS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")  # of vLLM's LogprobsLists, an item for each token
+LOGPROBS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")  # fields of vLLM's LogprobsLists, one per token
 
 
 def state(vllm_config: Any) -> str:
-    """For the plugin's report, in any process of an engine: "packed", or why rows come as vLLM sends them."""
+    """Return "packed", or the reason why rows are sent as vLLM sends them. Works in any process of an engine."""
     reason = _reason_against(vllm_config)
     if not reason and not os.environ.get(ENVIRONMENT):
         reason = "the process that reads the engine's messages did not ask for packed rows"
@@ -67,7 +68,7 @@ def _unexpected() -> str:
 
 
 class Delivery:
-    """The rows of one scheduler: what its `update_from_output` does for each request, done once for each step."""
+    """Deliver the rows of one scheduler, doing once per step what its `update_from_output` does per request."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -81,16 +82,17 @@ class Delivery:
         self._scheduler.update_from_output = self.update_from_output
 
     def update_after_schedule(self, scheduler_output: Any) -> None:
-        """List the blocks of prompts: a later step may free them before this one's rows are read."""
+        """List the blocks of prompts, because a later step may free them before this step's rows are read."""
         scheduler = self._scheduler
-        scheduler.enable_return_routed_experts = False  # read in there for vLLM's own list and nothing else
+        scheduler.enable_return_routed_experts = False  # read in there only for vLLM's own list
         try:
             self._update_after_schedule(scheduler_output)
         finally:
             scheduler.enable_return_routed_experts = True
         for name in scheduler_output.num_scheduled_tokens:
             request = scheduler.requests[name]
-            # One that is fed with further prompts has none again with each, also when a step of it is under way.
+            # A resumable request has no output token again after each new prompt, even while one of its steps is
+            # running.
             if not request._output_token_ids or request.resumable:
                 blocks = scheduler.kv_cache_manager.get_blocks(name).get_block_ids()
                 self._listed[name] = blocks[self._stored.attn_gid]
@@ -103,13 +105,13 @@ class Delivery:
         self._stored.store_batch(routed.routing_data, routed.slot_mapping)
         prompts = self._prompts_of(scheduled)
         logprobs = self._logprobs_of(model_output, scheduled)
-        # vLLM then makes its outputs without them
+        # vLLM then creates its outputs without rows
         model_output.routed_experts = None
         if logprobs is not None:
             model_output.logprobs = None
         messages = self._update_from_output(scheduler_output, model_output)
         places = model_output.req_id_to_index
-        # Rows lie in the model runner's order, and a request that decodes wants the last of its own.
+        # Rows are in the model runner's order, and a decoding request needs the last of its rows.
         last = np.cumsum([scheduled[name] for name in model_output.req_ids]) - 1
         for message in messages.values():
             sampled = [output for output in message.outputs if output.new_token_ids]
@@ -129,7 +131,7 @@ class Delivery:
         return messages
 
     def _logprobs_of(self, model_output: Any, scheduled: Mapping[str, int]) -> Any:
-        """The step's log-probs, where every request wants its own and has one token."""
+        """Return the step's log-probs if every request asks for them and has exactly one token, otherwise None."""
         logprobs = model_output.logprobs
         if logprobs is None or logprobs.cu_num_generated_tokens is not None:
             return None
@@ -141,9 +143,9 @@ class Delivery:
         return logprobs
 
     def _prompts_of(self, scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """Of requests without a token yet: how long the prompt is, and how many of its rows are not wanted.
+        """Return, for each request without a token yet, its prompt length and how many of its rows are not wanted.
 
-        Asked before vLLM goes on, which may give a request of several prompts its next one.
+        Must be called before vLLM continues, because vLLM may then give a request of several prompts its next one.
         """
         found = {}
         for name in self._listed.keys() & scheduled.keys():
@@ -164,7 +166,7 @@ def _attach(scheduler: Any) -> None:
 
 
 def unpack(outputs: Sequence[Any]) -> None:
-    """Give every output of a message its row and its log-probs again. A message that was not packed stays as it is."""
+    """Restore the row and log-probs of every output in a message. A message that was not packed stays unchanged."""
     sampled = [output for output in outputs if output.new_token_ids]
     _unpack_logprobs(sampled)
     carrier = next((one for one in sampled if one.routed_experts is not None and one.routed_experts.ndim == 4), None)
@@ -174,7 +176,7 @@ def unpack(outputs: Sequence[Any]) -> None:
     single = [one for one in sampled if one is carrier or one.routed_experts is None]
     _refuse_other_count("rows", len(packed), len(single))
     for output, row in zip(single, packed, strict=True):
-        output.routed_experts = row.copy()  # a view would keep the whole step's message as long as its longest request
+        output.routed_experts = row.copy()  # a view would keep the step's message alive as long as its longest request
 
 
 def _unpack_logprobs(sampled: Sequence[Any]) -> None:
@@ -207,7 +209,7 @@ def _unpacking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def install() -> None:
-    """Wrap the making of clients and of schedulers; objects that are not ours to change stay."""
+    """Wrap the constructors of clients and schedulers, unless a seam of the delivery does not fit."""
     if _unexpected():
         return
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -220,11 +222,11 @@ def install() -> None:
 def _reading(make_client: Any) -> Any:
     def client(self: Any, *arguments: Any, **more: Any) -> None:
         given = inspect.signature(make_client).bind(self, *arguments, **more).arguments
-        # With addresses somebody else started the engine core, for more readers than this one.
+        # If addresses are given, somebody else started the engine core, and it may have other readers.
         if given.get("client_addresses") or _reason_against(given["vllm_config"]):
             make_client(self, *arguments, **more)
             return
-        with environment({ENVIRONMENT: str(os.getpid())}):  # of the engine core that is started here
+        with environment({ENVIRONMENT: str(os.getpid())}):  # inherited by the engine core that is started here
             make_client(self, *arguments, **more)
         self.decoder.decode = _unpacking(self.decoder.decode)
 

@@ -1,7 +1,7 @@
-"""Forced routing: rows that came with a request are the experts the engine uses, whatever its routers prefer.
+"""Make the engine use the rows that came with a request as its experts, whatever its routers prefer.
 
-A buffer of one row per token of a step, -1 where free, is filled before each forward pass and read by
-every router. It is allocated once and before CUDA graphs are captured, so a graph reads this step's rows.
+A buffer holds one row per token of a step, with -1 where the router is free. It is filled before each forward pass and
+read by every router. It is allocated once, before CUDA graphs are captured, so a graph reads the current step's rows.
 
 Shapes: T tokens of a step, L routed layers, K top-k, E experts.
 """
@@ -25,7 +25,7 @@ FREE = -1
 
 
 class ForcedRouting:
-    """The buffer, and the rows of each request that has some. Belongs to one model runner."""
+    """Hold the buffer of forced rows and the rows of each request that has some, for one model runner."""
 
     def __init__(self, runner: Any, spec: RouterSpec) -> None:
         self._runner = runner
@@ -37,14 +37,14 @@ class ForcedRouting:
         pinned = runner.device.type == "cuda"
         self._staging_TLK = torch.full(shape, FREE, dtype=torch.int32, pin_memory=pinned)
         self._rows: dict[str, Routes] = {}
-        self._longest = 0  # rows of any of these
-        self._dirty = 0  # rows of the buffer that may hold something else than FREE
-        self.forced_rows = 0  # since start: proof that it happens
+        self._longest = 0  # the largest number of rows of any request
+        self._dirty = 0  # number of buffer rows that may differ from FREE
+        self.forced_rows = 0  # counted since the start, as proof that forcing happens
 
     # -- each step ------------------------------------------------------------------------------
 
     def fill(self, scheduler_output: Any, scheduled: np.ndarray) -> None:
-        """Write this step's forced rows. Costs next to nothing while no request computes any."""
+        """Write this step's forced rows into the buffer. Costs almost nothing while no request has rows to force."""
         self._take(scheduler_output)
         batch = self._runner.input_batch
         computed = batch.num_computed_tokens_cpu[: len(scheduled)]
@@ -69,14 +69,16 @@ class ForcedRouting:
             return
         used = max(total, self._dirty)
         self._staging_TLK[total:used].fill_(FREE)
-        # As vLLM does for its token ids: execute_model waits for the last copy before inputs are prepared again.
+        # Safe for the same reason as vLLM's token ids: execute_model waits for the last copy before preparing inputs
+        # again.
         self.buffer_TLK[:used].copy_(self._staging_TLK[:used], non_blocking=True)
         self._dirty = total
 
     def _take(self, scheduler_output: Any) -> None:
-        """The rows of new requests, until they finish: a preempted one stays, and needs its rows again.
+        """Store the rows of new requests until they finish; a preempted request stays, because it needs its rows again.
 
-        Whoever finishes is not told here when nothing else runs, so the runner's own table is asked.
+        The scheduler does not report finished requests here when nothing else runs, so the runner's own table is
+        checked.
         """
         new = scheduler_output.scheduled_new_reqs
         if not new:
@@ -87,7 +89,7 @@ class ForcedRouting:
         for request in new:
             given = rows_given(request.sampling_params)
             if given is not None:
-                # Bytes were checked, or made, where the request came in.
+                # Rows given as bytes were checked or created where the request came in.
                 self._rows[request.req_id] = routes_of(given, self._spec, check_rows=isinstance(given, str))
         self._longest = max(map(len, self._rows.values()), default=0)
 
@@ -99,7 +101,7 @@ class ForcedRouting:
     # -- installing -----------------------------------------------------------------------------
 
     def install(self) -> dict[str, int]:
-        """Put this between each router and its answer; returns how many routers follow each rule."""
+        """Wrap every router so that forced rows replace its choice; return how many routers follow each rule."""
         routers = find_routers(self._runner.model, self._spec)
         model = self._runner.model_config
         rules: dict[int, Rule] = {}
@@ -123,7 +125,7 @@ class ForcedRouting:
 
 
 def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
-    """The model's routers in the order of spec.layers, or the reason why routes cannot be forced."""
+    """Return the model's routers in the order of spec.layers; raise with the reason if routes cannot be forced."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 
@@ -150,7 +152,7 @@ def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Combinations in which a row of the buffer would not be the row that a router sees."""
+    """Raise for configurations in which a row of the buffer would not be the row that a router sees."""
     parallel = config.parallel_config
     reasons = {
         "data parallelism gathers the tokens of all ranks before routing": parallel.data_parallel_size > 1,
@@ -165,7 +167,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One or two small kernels instead of a dozen: they run in every layer of every step."""
-    # torch 2.11 says so at every compilation of a softmax over a handful of experts.
+    """Compile the function into one or two small kernels instead of a dozen, since it runs in every layer and step."""
+    # torch 2.11 prints this warning at every compilation of a softmax over a few experts.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     return torch.compile(function, dynamic=True)

@@ -1,7 +1,7 @@
-"""What runs where requests enter vLLM: rows that no router could have produced never reach the engine.
+"""Check requests where they enter vLLM, so that rows that no router could have produced never reach the engine.
 
-An error inside the engine core ends the server; here it is an error of one request (HTTP 400). The
-prefix cache knows tokens only, so KV made under forced rows gets a salt of its own.
+An error inside the engine core ends the server; here it is an error of one request (HTTP 400). The prefix cache knows
+only tokens, so KV entries made under forced rows get a salt of their own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from router_replay.spec import RouterSpec
 
 
 def check_and_salt(processor: Any, request: Any) -> None:
-    """Refuse rows that do not fit, and keep KV made under forced rows out of everybody else's prefixes.
+    """Refuse rows that do not fit, and salt the prefix cache of requests with forced rows.
 
-    The engine core gets them as bytes: it need not unpack and check them once more between two steps. Sorted, so that
-    the same sets are the same sums of experts and the same prefix, however they came.
+    The salt keeps KV entries made under forced rows from being shared with other requests. The engine core gets the
+    rows as bytes, so that it need not unpack and check them again between two steps. The rows are sorted, so that equal
+    sets give the same sums of experts and the same prefix, whatever their original order.
     """
-    from vllm.exceptions import VLLMValidationError  # what both servers answer with HTTP 400
+    from vllm.exceptions import VLLMValidationError  # both servers answer this error with HTTP 400
 
     parameters = request.sampling_params
     given = rows_given(parameters)
@@ -42,7 +43,7 @@ def check_and_salt(processor: Any, request: Any) -> None:
 
 
 def _spec_of(processor: Any) -> RouterSpec:
-    """Read off the config once; only for requests with rows, since a model without experts has none."""
+    """Return the router spec, read once from the config, and only for requests with rows: dense models have no spec."""
     if not hasattr(processor, "router_replay_spec"):
         processor.router_replay_spec = RouterSpec.from_config(processor.model_config.hf_config)
     spec: RouterSpec = processor.router_replay_spec
@@ -50,7 +51,7 @@ def _spec_of(processor: Any) -> RouterSpec:
 
 
 def install() -> None:
-    """Wrap InputProcessor.process_inputs: vLLM has no hook where a plugin may check a request."""
+    """Wrap InputProcessor.process_inputs, because vLLM has no hook where a plugin can check a request."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     seams.wrap(InputProcessor, "process_inputs", _checking)

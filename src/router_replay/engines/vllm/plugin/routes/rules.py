@@ -1,10 +1,9 @@
-"""How a router turns logits into the weights of the experts it chose, found by asking the router.
+"""Find how a router turns logits into the weights of its chosen experts, by probing the router.
 
-vLLM has a router class per family and device, each with its kernel. What they do to a chosen expert's
-logit comes from a short list: a score (softmax, sigmoid, square root of softplus), perhaps divided by
-the sum over the chosen, times a constant. Instead of trusting class names, `find_rule` sends random
-logits through the router and takes the rule whose weights are the router's; where none is, forcing is
-refused at start.
+vLLM has a router class per family and device, each with its own kernel. What they do to a chosen expert's logit comes
+from a short list: a score (softmax, sigmoid, square root of softplus), optionally divided by the sum over the chosen
+experts, times a constant. Instead of trusting class names, `find_rule` sends random logits through the router and
+selects the rule that gives the same weights. If no rule does, forcing is refused at start.
 
 Shapes: T tokens, E experts, K top-k.
 """
@@ -22,13 +21,13 @@ from router_replay.errors import EngineError
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 PROBES = 64
-# Largest difference of a weight, relative to the largest: rounding of the dtype that the logits come in.
+# Largest allowed difference of a weight, relative to the largest weight: the rounding error of the logits' dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """weight = score(logit) [/ sum over the chosen] * scale; `float32`: computed there, whatever the logits are."""
+    """Compute weight = score(logit) [/ sum over the chosen] * scale; `float32`: computed in float32 for any logits."""
 
     score: Score
     renormalize: bool
@@ -36,7 +35,7 @@ class Rule:
     float32: bool
 
     def weights(self, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        """The weights [T, K] of these experts. Only the chosen are scored: no [T, E] is made where none is needed."""
+        """Return the weights [T, K] of these experts. Only the chosen experts are scored where no [T, E] is needed."""
         if self.float32:
             logits_TE = logits_TE.float()
         chosen_TK = logits_TE.gather(1, ids_TK)
@@ -60,10 +59,10 @@ def force(
     logits_TE: torch.Tensor,
     wanted_TK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The router's answer with `wanted_TK` in place of its choice, where that is not -1.
+    """Return the router's weights and ids, with `wanted_TK` replacing its choice where it is not -1.
 
-    No branch depends on data, so the whole can be captured in a CUDA graph. Where the router chose the wanted
-    set by itself, its own answer stays, slot order and last bit included: forcing a run's own rows changes nothing.
+    No branch depends on data, so the function can be captured in a CUDA graph. Where the router chose the wanted set by
+    itself, its own answer is kept bit for bit, including the slot order, so forcing a run's own rows changes nothing.
     """
     wanted_KK = wanted_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
     replace_T1 = (wanted_TK[:, :1] >= 0) & ~wanted_KK.any(dim=2).all(dim=1, keepdim=True)
@@ -75,7 +74,7 @@ def force(
 
 
 def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Rule:
-    """The rule that this router follows, for logits in float32 and in the model's dtype."""
+    """Return the rule that this router follows, tested with logits in float32 and in the model's dtype."""
     errors: dict[Rule, float] = dict.fromkeys(_candidates(router), 0.0)
     probed = 0
     for logits_dtype in dict.fromkeys((torch.float32, dtype)):
@@ -84,10 +83,10 @@ def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.d
         logits_TE = logits_TE.to(device, logits_dtype)
         hidden_TH = torch.zeros(PROBES, hidden_size, dtype=dtype, device=device)
         try:
-            # The kernels may write into what they are given.
+            # Clone, because the kernels may write into their inputs.
             weights_TK, ids_TK = router._compute_routing(hidden_TH, logits_TE.clone(), None)
         except (RuntimeError, TypeError, AssertionError, ValueError) as error:
-            refusal = error  # a kernel that takes one of the two dtypes only
+            refusal = error  # some kernels accept only one of the two dtypes
             continue
         if ids_TK.shape[1] != router.top_k:
             raise EngineError(
@@ -98,7 +97,7 @@ def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.d
         largest = float(weights_TK.abs().max())
         for rule in errors:
             difference = (rule.weights(logits_TE, ids_TK.to(torch.int64)).float() - weights_TK.float()).abs().max()
-            # Compared in units of what is tolerated, so that the two dtypes count alike.
+            # Errors are in units of the tolerance, so that the two dtypes have the same weight.
             errors[rule] = max(errors[rule], float(difference) / largest / TOLERANCE[logits_dtype])
     if not probed:
         raise EngineError(f"{type(router).__name__} did not route {PROBES} random tokens: {refusal}") from refusal
@@ -113,7 +112,7 @@ def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.d
 
 
 def _candidates(router: Any) -> list[Rule]:
-    """What the router says of itself comes first: of rules that fit alike, it wins."""
+    """List the candidate rules, starting with the router's own settings, so that these win a tie."""
     scale = float(getattr(router, "routed_scaling_factor", None) or 1.0)
     said = (getattr(router, "scoring_func", "softmax"), bool(getattr(router, "renormalize", True)))
     scales = dict.fromkeys((scale, 1.0))

@@ -1,1 +1,1 @@
-"""New weights inside a vLLM worker."""
+"""Load new weights inside a vLLM worker."""

@@ -1,11 +1,11 @@
-"""Do these weights fit the running model? Asked of vLLM's own loaders, without touching a weight.
+"""Check with vLLM's own loaders whether new weights fit the running model, without touching a weight.
 
-vLLM fuses the tensors of a checkpoint (q, k and v; all experts of a layer) and skips what it does not need, so only
-its loaders know which names and shapes a model takes. Here they run on stand-ins without storage, and count how
-many elements of each parameter were given. The checkpoint that the engine started from says how many there must
-be: a missing expert is a shortfall, a multi-token head that the trainer does not have is none.
+vLLM fuses the tensors of a checkpoint (q, k and v; all experts of a layer) and skips what it does not need, so only its
+loaders know which names and shapes a model takes. Here the loaders run on stand-ins without storage and count how many
+elements of each parameter were given. The checkpoint that the engine started from determines how many are required: a
+missing expert is a shortfall, but a multi-token head that the trainer does not have is not.
 
-vLLM's own reload fills such a shortfall with uninitialised memory and says nothing.
+vLLM's own reload silently fills such a shortfall with uninitialised memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from router_replay.errors import EngineError, shorten
 
 
 class Fitting:
-    """What the model of one worker takes. `start` is the checkpoint that it was loaded from, None where unknown.
+    """Check weights against the model of one worker.
 
-    Without it, the first weights that come are taken as whole, and are the measure for those after.
+    `start` is the checkpoint that the model was loaded from, or None if unknown. Without it, the first weights that
+    arrive are assumed complete, and later ones are compared with them.
     """
 
     def __init__(self, model: Any, start: Callable[[], Weights | None]) -> None:
@@ -34,10 +35,10 @@ class Fitting:
         self._looked = False
         self._index: Index = {}
         self._taken: Mapping[str, int] = {}
-        self._fitting: set[int] = set()  # hashes of indices: a trainer sends the same one at every step
+        self._fitting: set[int] = set()  # hashes of accepted indices: a trainer sends the same one at every step
 
     def check(self, weights: Weights) -> None:
-        """Raise EngineError unless these weights are all that the model needs."""
+        """Raise EngineError unless these weights contain everything that the model needs."""
         key = hash(frozenset(weights.index.items()))
         if key in self._fitting:
             return
@@ -69,13 +70,13 @@ class Fitting:
 
 
 def taken_of(model: Any, weights: Weights) -> dict[str, int]:
-    """How many elements of each parameter these weights would fill."""
+    """Return how many elements of each parameter these weights would fill."""
     taken: collections.Counter[str] = collections.Counter()
     current = ""
 
     def noting() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
-        for current, tensor in weights:  # noqa: UP028  the name is noted on the way
+        for current, tensor in weights:  # noqa: UP028  the current name is recorded here
             yield current, tensor
 
     try:
@@ -92,9 +93,9 @@ def taken_of(model: Any, weights: Weights) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stand_ins(model: Any, taken: collections.Counter[str]) -> Iterator[None]:
-    """The model as its checkpoint has it, without storage, its loaders counting; then all as it was.
+    """Replace the model's tensors with storage-free stand-ins whose loaders count elements; restore them at the end.
 
-    Nothing runs the model meanwhile: a worker does one thing at a time.
+    Nothing runs the model meanwhile, because a worker does one thing at a time.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
@@ -129,9 +130,9 @@ def _counting(tensor: torch.Tensor, name: str, taken: collections.Counter[str]) 
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
 
-    loader = _get_original_loader(tensor)  # an earlier reload leaves its own around it, which would load nothing
+    loader = _get_original_loader(tensor)  # an earlier reload leaves its wrapper, which would load nothing
     signature = inspect.signature(loader)
-    # Some tensors, such as the selection bias of a router, are never taken off the device: these are live.
+    # Some tensors, such as the selection bias of a router, are never moved to meta: these are the live ones.
     stand_in = tensor if tensor.is_meta else to_meta_tensor(tensor)
 
     def count(*arguments: Any, **more: Any) -> Any:
@@ -146,5 +147,5 @@ def _counting(tensor: torch.Tensor, name: str, taken: collections.Counter[str]) 
 
 
 def _is_plain(dtype: torch.dtype) -> bool:
-    """Master weights may be wider than the engine's: vLLM rounds them as `Tensor.to` does."""
+    """Return whether the dtype is an unquantised float; vLLM rounds wider master weights as `Tensor.to` does."""
     return dtype.is_floating_point and dtype.itemsize >= 2

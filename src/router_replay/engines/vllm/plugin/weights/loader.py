@@ -1,12 +1,12 @@
-"""New weights in place, whichever way they come, with the repair that vLLM's CPU kernels need.
+"""Load new weights in place from any source, with the repair that vLLM's CPU kernels need.
 
-Weights are opened and checked first, so that a wrong source changes nothing (sources.py, fitting.py), and loaded
-then. A load that fails on the way leaves something unknown in the engine: from then on it refuses to run.
+Weights are opened and checked first (sources.py, fitting.py), so that a wrong source changes nothing, and then loaded.
+If a load fails partway, the engine's weights are unknown, and from then on it refuses to run.
 
-vLLM 0.28 to 0.30 on the CPU: `reload_weights` leaves MoE weights in the layout of the checkpoint, since
-`UnquantizedFusedMoEMethod._setup_kernel` prepacks them only when there is no kernel yet. Outputs are then
-wrong, without an error. Forgetting the kernel before the reload makes it prepack again; the result equals
-a fresh engine's to the bit.
+On the CPU, `reload_weights` of vLLM 0.28 to 0.30 leaves MoE weights in the checkpoint's layout, because
+`UnquantizedFusedMoEMethod._setup_kernel` prepacks them only if there is no kernel yet. The outputs are then wrong
+without an error. Removing the kernel before the reload makes vLLM prepack again, and the result is bit-identical to a
+fresh engine's.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
-    """The weights of one worker. `broken` says why they are unknown, where they are."""
+    """Load the weights of one worker. `broken` gives the reason if their contents are unknown."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         config = worker.model_runner.model_config
-        start, revision = str(config.model), config.revision  # now: vLLM's own reload writes its path over it
+        start, revision = str(config.model), config.revision  # read now: vLLM's own reload overwrites the path
         self._fitting = Fitting(worker.model_runner.get_model(), lambda: start_weights(start, revision))
         self.broken = ""
 
     def open(self, source: Mapping[str, Any]) -> Weights:
-        """The weights of a source that fits, or EngineError; the running weights are as they were."""
+        """Return the weights of a source that fits, or raise EngineError. The running weights are not changed."""
         from vllm.config import set_current_vllm_config
 
         if self.broken:
@@ -47,14 +47,14 @@ class WeightLoader:
         return weights
 
     def load(self, weights: Weights) -> dict[str, Any]:
-        """Put opened weights in the place of the running ones."""
+        """Replace the running weights with opened ones."""
         worker = self._worker
         on_cpu = worker.device.type == "cpu"
         try:
             repaired = forget_cpu_kernels(worker.model_runner.get_model()) if on_cpu else 0
             worker.reload_weights(weights_iterator=iter(weights))
             if not on_cpu:
-                torch.accelerator.synchronize()  # the trainer may take its memory back when we return
+                torch.accelerator.synchronize()  # the trainer may free its memory when we return
         except BaseException as error:
             self.broken = f"loading {weights.where} failed on the way, what the worker holds is unknown: {error!r}"
             raise EngineError(self.broken) from error
@@ -66,7 +66,7 @@ class WeightLoader:
 
 
 def start_weights(model: str, revision: str | None) -> Weights | None:
-    """The checkpoint that an engine was started on, a folder or in the hub's cache; None where there is none."""
+    """Return the checkpoint that an engine started from, in a folder or the hub's cache, or None if there is none."""
     folder = pathlib.Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -82,7 +82,7 @@ def start_weights(model: str, revision: str | None) -> Weights | None:
 
 
 def forget_cpu_kernels(model: Any) -> int:
-    """Make each MoE layer set its kernel up anew after the reload; returns how many there were."""
+    """Make each MoE layer set up its kernel again after the reload; return how many kernels were removed."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     methods = [method for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method in methods:

@@ -1,11 +1,11 @@
-"""Where new weights come from, as a vLLM worker sees it: safetensors on a disk, or memory shared with the trainer.
+"""Open new weights in a vLLM worker, from safetensors on disk or from memory shared with the trainer.
 
     {"path": "/checkpoints/12"}                         a Hugging Face folder, or one .safetensors file
     {"shared": {"name": "router-replay-1f2e",           a file of /dev/shm, with an index of what lies in it
                 "tensors": {"lm_head.weight": {"dtype": "bfloat16", "shape": [64, 8], "offset": 0}, ...}}}
 
-Names are those of a checkpoint, as save_pretrained writes them. Opening a source reads its index only, and refuses
-what cannot be; the tensors are maps of the file, so nothing is copied before vLLM's loaders take it.
+Names are those of a checkpoint, as save_pretrained writes them. Opening a source reads only its index and refuses
+invalid entries. The tensors are memory maps of the file, so nothing is copied before vLLM's loaders read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from router_replay.engines.shared_memory import SHARED_MEMORY
 from router_replay.errors import EngineError
 
 Index: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-# By the name in the index of shared memory, and by that in a safetensors file.
+# Keyed by the dtype name in the shared-memory index, and by the one in a safetensors file.
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int64": torch.int64,
@@ -40,7 +40,7 @@ _IN_FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The tensors of a source by name: what each is, and a function that gives it."""
+    """Hold the tensors of a source by name: the description of each, and a function that returns it."""
 
     where: str
     index: Index
@@ -51,7 +51,7 @@ class Weights:
 
 
 def open_source(source: Mapping[str, Any]) -> Weights:
-    """The weights of a source, or EngineError that says what is wrong with it."""
+    """Return the weights of a source; raise EngineError with the reason if it cannot be used."""
     kind = set(source) if isinstance(source, Mapping) else set()
     if kind == {"path"} and isinstance(source["path"], str):
         return _open_path(pathlib.Path(source["path"]))
@@ -89,7 +89,7 @@ def _open_path(path: pathlib.Path) -> Weights:
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files that an index names; some folders hold the same tensors a second time in another layout."""
+    """Return the files that the index names; some folders contain the same tensors again in another layout."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -112,7 +112,7 @@ def _open_shared(shared: Mapping[str, Any]) -> Weights:
         raise EngineError(f"the name of shared memory is that of a file in {SHARED_MEMORY}, got {name!r}")
     try:
         with (SHARED_MEMORY / name).open("rb") as file:
-            # A map of its own: what is written here by mistake does not reach the trainer.
+            # A private map, so that accidental writes here do not reach the trainer.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise EngineError(
@@ -133,7 +133,7 @@ def _open_shared(shared: Mapping[str, Any]) -> Weights:
 
 
 def _entry(tensor: str, told: Any, length: int) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """One line of the index, checked: a wrong one must not become a read beyond the memory, or of other bytes."""
+    """Check and return one index entry, so that a wrong one cannot read beyond the memory or from other bytes."""
     try:
         dtype, shape, offset = told["dtype"], tuple(told["shape"]), told["offset"]
     except (TypeError, KeyError) as error:

@@ -1,12 +1,12 @@
-"""The weight-transfer backend "router_replay": vLLM's own calls for new weights, from a disk or from shared memory.
+"""Provide the weight-transfer backend "router_replay" for vLLM's own weight-update calls, from disk or shared memory.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "router_replay"}'       # ROUTER_REPLAY_VLLM=1
     POST /pause, /start_weight_update
     POST /update_weights    {"update_info": {"path": "/checkpoints/12"}}           # sources.py has the other form
     POST /finish_weight_update, /reset_prefix_cache, /resume
 
-`/update_weights` opens and checks, in every worker, and changes nothing; `/finish_weight_update` loads. So weights
-that one worker refuses are loaded by none, and a new `/start_weight_update` begins afresh.
+`/update_weights` opens and checks the weights in every worker and changes nothing; `/finish_weight_update` loads them.
+So if one worker refuses the weights, none loads them, and a new `/start_weight_update` begins again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from router_replay.errors import EngineError
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: `/init_weight_transfer_engine` may be called, and need not be."""
+    """Carry no settings: calling `/init_weight_transfer_engine` is allowed but not required."""
 
 
 @dataclasses.dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Exactly one of the two."""
+    """Name the source of the new weights; exactly one of the two fields must be given."""
 
     path: str | None = None
     shared: dict[str, Any] | None = None
@@ -42,12 +42,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One call of `update_weights` brings a whole checkpoint; a second one in the same session replaces it."""
+    """Receive a whole checkpoint per `update_weights` call; a second call in the same session replaces the first."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    loader: WeightLoader  # the worker's, given when its model is loaded
+    loader: WeightLoader  # the worker's loader, set when its model is loaded
     _opened: Weights | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -57,7 +57,7 @@ class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._opened = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for an accelerator here, which raises where there is none.
+        # vLLM's own version waits for an accelerator here, which raises if there is none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -75,5 +75,5 @@ class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
-        """Part of the interface up to vLLM 0.26 or so; the trainer's side here is engines.vllm.weights.share."""
+        """Do nothing: vLLM's interface up to about 0.26 has this; our trainer uses engines.vllm.weights.share."""
         raise EngineError("trainers send weights to this backend by router_replay.engines.vllm.weights.share")
