@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from router_replay import RouterSpec, Routes
 from router_replay.errors import RoutesError
+from router_replay.routes import row_count
 from tests.makers import random_ids, random_routes
 
 SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
@@ -477,3 +478,8 @@ def test_dense_layers_behind_the_routed_ones_are_left_out() -> None:
     ids = random_ids(5, spec)
     dense = np.zeros((5, 1, 2), np.uint8)
     assert np.array_equal(Routes.from_engine(np.concatenate([ids, dense], axis=1), spec).ids, ids)
+
+
+def test_the_last_sampled_token_has_no_row_and_left_out_rows_do_not_count() -> None:
+    assert row_count(5, 3, 0) == 7
+    assert row_count(5, 3, 4) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 TESTS: dict[str, tuple[str, ...]] = {
     # A pattern of paths below src/router_replay (the first that fits counts): the tests beside it, fast ones first.
     "stitch/*.py": ("tests/stitch/test_trajectory.py", "tests/stitch/test_machine.py"),
-    "batch/tensors.py": ("tests/batch/test_tensors.py",),
+    "batch/tensors.py": ("tests/batch/test_tensors.py", "tests/batch/test_local.py"),
     "batch/*.py": ("tests/batch",),
     "routes.py": ("tests/test_routes.py",),
     "row_checks.py": ("tests/test_routes.py",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -348,3 +350,25 @@ def test_rows_are_of_version_0_unless_said_and_a_missing_row_holds_zeros() -> No
     assert later.routes.versions.tolist() == [3, 3, 3, 3, 4, 4, 4, 0]
     for read in (trajectory, later):
         assert not read.routes.ids[-1].any()
+
+
+class Answer(NamedTuple):
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    routes: Routes
+    start: int
+
+
+class Asked(NamedTuple):
+    token_ids: list[int]
+
+
+def test_add_takes_no_gap_and_no_other_history_unless_asked() -> None:
+    prompt, completion, logprobs, rows, _, _ = Engine().respond([5, 6, 7], [8, 9])
+    trajectory = Trajectory(SPEC)
+    late = Answer(np.array(completion), np.array(logprobs), rows[2:], 2)
+    with pytest.raises(StitchError):
+        trajectory.add(Asked(prompt), late)
+    trajectory.add(Asked(prompt), Answer(np.array(completion), np.array(logprobs), rows, 0))
+    with pytest.raises(StitchError):
+        trajectory.add(Asked([5, 6, 1, 8, 9, 3]), Answer(np.array([4]), np.array([-1.0]), rows[:0], 6))
