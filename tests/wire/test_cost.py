@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -99,3 +102,12 @@ def test_a_blob_unpacks_into_256_mib_or_64_times_its_size() -> None:
 @pytest.mark.parametrize(("experts", "k"), [(256, 1), (2, 1), (8, 8), (1, 1), (65536, 1)])
 def test_sets_of_whole_bytes_and_of_no_bits_are_read(experts: int, k: int) -> None:
     assert len(wire.decode(wide_blob(experts, k, 8))) == 8
+
+
+def test_the_budget_of_steps_is_that_of_these_sets_exactly() -> None:
+    spec = RouterSpec(512, 40, (2,))  # ranks too wide for the tables
+    header: Any = types.SimpleNamespace(spec=spec, captured_rows=3)
+    steps = kernel.unranking_steps(3, 40, 512)
+    sets.refuse_slow(header, steps)
+    with pytest.raises(WireError, match="unpacking 3 sets of 40 of 512 experts"):
+        sets.refuse_slow(header, steps - 1)
