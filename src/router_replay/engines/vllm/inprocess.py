@@ -23,7 +23,7 @@ from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.repairs import signals
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
 from router_replay.engines.vllm.samples import Sample
-from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
+from router_replay.engines.vllm.versions import NOT_INSTALLED, model_runner, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -67,7 +67,7 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
     problems = seams.problems()
     if problems:
         raise EngineError(f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}")
-    with environment(_variables(forced_routes)):
+    with environment(_variables(forced_routes, vllm.__version__)):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -110,10 +110,10 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     )
 
 
-def _variables(forced_routes: bool) -> dict[str, str]:
+def _variables(forced_routes: bool, version: str) -> dict[str, str]:
     """Return the environment variables that enable the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
-    return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), **model_runner(version)}
 
 
 class _InProcess(Transport):

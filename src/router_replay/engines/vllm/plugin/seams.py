@@ -1,8 +1,9 @@
 """List every place where the plugin touches vLLM, in one table.
 
-`register` checks the whole table before it changes anything. If one seam of the part "core" does not fit, nothing is
+A seam says for which versions of vLLM it holds, and only those of the running version count. `register` checks them all
+before it changes anything. If one seam of the part "core" does not fit, nothing is
 patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
-leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the table.
+leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from router_replay.errors import RouterReplayError
 
 Part = Literal["core", "delivery"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
+FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Seam:
     """Describe one thing in vLLM that the plugin relies on.
 
     `owner` is "module:Class" or "module", and `name` is an attribute of it (empty for the owner itself). `looks` lists
-    the parameters, fields, or names used in the code that must exist.
+    the parameters, fields, or names used in the code that must exist. `versions` is the first and the last version in
+    which the plugin uses it.
     """
 
     owner: str
@@ -35,6 +38,12 @@ class Seam:
     why: str
     looks: tuple[str, ...] = ()
     part: Part = "core"
+    versions: str = ALL
+
+    def holds(self, version: str) -> bool:
+        """Return whether the plugin uses this seam in this version of vLLM."""
+        first, last = map(versions.numbers_of, self.versions.split("-"))
+        return first <= versions.numbers_of(version) <= last
 
     def problem(self) -> str:
         """Return a description of what does not fit, or an empty string."""
@@ -53,6 +62,7 @@ class Seam:
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _ROUTERS = "vllm.model_executor.layers.fused_moe.router"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -62,13 +72,40 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.exceptions:VLLMValidationError", "", "called", "the error that servers answer with HTTP 400"),
     Seam(_WORKER, "load_model", "wrapped", "forcing is installed when the model is there"),
     Seam(_WORKER, "start_weight_update", "wrapped", "an update that failed elsewhere does not bar the next"),
-    Seam(_RUNNER, "reload_weights", "called", "new weights in place", ("weights_iterator",)),
+    Seam(_WORKER, "reload_weights", "called", "new weights in place"),
+    Seam(_RUNNER, "reload_weights", "called", "new weights in place", ("weights_iterator",), versions="0.26-0.31"),
+    Seam(_RUNNER_2, "reload_weights", "called", "new weights in place", ("weights_iterator",), versions="0.32-0.32"),
     Seam(
         _RUNNER,
         "_prepare_inputs",
         "wrapped on the object",
         "forced rows are written, and progress is noted, before each pass",
-        ("scheduler_output", "num_scheduled_tokens"),
+        ("scheduler_output", "num_scheduled_tokens", "input_batch"),
+        versions=FIRST_RUNNER,
+    ),
+    Seam(
+        _RUNNER_2,
+        "prepare_inputs",
+        "wrapped on the object",
+        "forced rows are written, and progress is noted, before each pass",
+        ("scheduler_output", "InputBatch", "req_states"),
+        versions=SECOND_RUNNER,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        "",
+        "read",
+        "the requests of a pass, in the order of their tokens",
+        ("req_ids", "num_reqs", "num_scheduled_tokens", "num_computed_tokens_np"),
+        versions=SECOND_RUNNER,
+    ),
+    Seam(
+        "vllm.config:AuxOutputConfig",
+        "",
+        "read",
+        "says whether routed experts are captured",
+        ("enable_return_routed_experts",),
+        versions=SECOND_RUNNER,
     ),
     Seam(
         f"{_ROUTERS}.base_router:BaseRouter",
@@ -78,6 +115,26 @@ SEAMS: tuple[Seam, ...] = (
         ("hidden_states", "router_logits", "indices_type"),
     ),
     Seam(f"{_ROUTERS}.zero_expert_router:ZeroExpertRouter", "", "read", "routers of this class are refused"),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        "do_naive_dispatch_combine",
+        "read",
+        "a layer that routes the tokens of other ranks is refused",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        "collective_rpc_async",
+        "wrapped",
+        "the plugin's calls are answered by all data-parallel ranks",
+        ("method", "timeout", "args", "kwargs"),
+    ),
+    Seam(
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        "_call_utility_async",
+        "called",
+        "asks one data-parallel rank",
+        ("method", "engine"),
+    ),
     Seam(f"{_RELOAD}.layerwise", "get_layerwise_info", "called", "weights are checked without touching one"),
     Seam(f"{_RELOAD}.layerwise", "_get_original_loader", "called", "weights are checked without touching one"),
     Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", "weights are checked without touching one"),
@@ -106,6 +163,16 @@ SEAMS: tuple[Seam, ...] = (
         "rows and log-probs of a step leave together",
         ("_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"),
         "delivery",
+        FIRST_RUNNER,
+    ),
+    Seam(
+        _SCHEDULER,
+        "update_from_output",
+        "wrapped on the object",
+        "rows and log-probs of a step leave together",
+        ("aux_output_connector", "take_output"),
+        "delivery",
+        SECOND_RUNNER,
     ),
     Seam(
         _SCHEDULER,
@@ -114,6 +181,7 @@ SEAMS: tuple[Seam, ...] = (
         "only the blocks of prompts are listed",
         ("_re_block_ids", "enable_return_routed_experts"),
         "delivery",
+        FIRST_RUNNER,
     ),
     Seam(
         "vllm.v1.engine:EngineCoreOutput",
@@ -138,16 +206,15 @@ def problems(part: Part = "core") -> list[str]:
     """Return the reasons why this part cannot be installed into this vLLM; the list is empty if it can."""
     import vllm
 
-    found = []
     try:
         versions.refuse_version(vllm.__version__)
     except RouterReplayError as error:
-        found.append(str(error))
-    return found + [problem for seam in SEAMS if seam.part == part and (problem := seam.problem())]
+        return [str(error)]
+    return [problem for seam in _seams() if seam.part == part and (problem := seam.problem())]
 
 
 def table() -> list[dict[str, str]]:
-    """Return the seams for `report()`, each with its problem."""
+    """Return the seams of this vLLM's version for `report()`, each with its problem."""
     return [
         {
             "owner": seam.owner,
@@ -155,11 +222,17 @@ def table() -> list[dict[str, str]]:
             "use": seam.use,
             "why": seam.why,
             "part": seam.part,
-            "tested": versions.TESTED,
+            "versions": seam.versions,
             "problem": seam.problem(),
         }
-        for seam in SEAMS
+        for seam in _seams()
     ]
+
+
+def _seams() -> list[Seam]:
+    import vllm
+
+    return [seam for seam in SEAMS if seam.holds(vllm.__version__)]
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -186,6 +259,7 @@ def _names_of(target: Any) -> set[str]:
 def _names(target: Any) -> Iterator[str]:
     yield from getattr(target, "__struct_fields__", ())
     yield from getattr(target, "_fields", ())
+    yield from getattr(target, "__dataclass_fields__", ())
     if inspect.isroutine(target):
         yield from inspect.signature(target).parameters
         yield from getattr(getattr(inspect.unwrap(target), "__code__", None), "co_names", ())
