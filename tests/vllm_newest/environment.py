@@ -1,8 +1,8 @@
-"""The virtual environment of the newest supported vLLM: `python -m tests.vllm_newest.environment`.
+"""The virtual environment of the newest supported vLLM, which `python -m tests.vllm_newest` makes on its first run.
 
 Nothing is installed anywhere else. VLLM_NEWEST_VENV says where it lies; by default in .venv-vllm-newest, which git
 ignores. Routed experts exist in Model Runner V2 only there, which needs Triton: triton_cpu beside this file makes the
-ordinary Triton wheel usable on a CPU (with TRITON_INTERPRET=1, as `make test-vllm-newest` sets it).
+ordinary Triton wheel usable on a CPU (with TRITON_INTERPRET=1, which __main__.py sets).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
-import sys
 import venv
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,7 +37,3 @@ def make() -> pathlib.Path:
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", *package], check=True)
     ready.write_text(wanted)
     return python
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{make()}\n")
