@@ -109,7 +109,9 @@ def test_forcing(name: str) -> None:
 
 
 def test_a_rule_that_is_not_known_is_refused() -> None:
-    with pytest.raises(EngineError, match="CustomRoutingRouter weighs its experts by a rule that forced routing"):
+    with pytest.raises(
+        EngineError, match="CustomRoutingRouter computes expert weights by a rule that forced routing does not"
+    ):
         find_rule(custom_router(squared), 8, torch.float32, CPU)
 
 
@@ -134,11 +136,11 @@ class Layer(torch.nn.Module):
         (
             {"_quant_method": SimpleNamespace(is_monolithic=True)},
             (0,),
-            r"0 uses a monolithic MoE kernel .* choose a modular one.* --moe-backend triton",
+            r"0 uses a monolithic MoE kernel .* choose a modular kernel.* --moe-backend triton",
         ),
         ({"do_naive_dispatch_combine": True}, (0,), "0: its kernel gathers the tokens of all ranks before routing"),
         ({"moe_config": SimpleNamespace(is_sequence_parallel=True)}, (0,), "0: sequence parallelism splits the tokens"),
-        ({}, (0, 1), r"routers in layers \[0\], its config says \[0, 1\]"),
+        ({}, (0, 1), r"routers in layers \[0\], expected \[0, 1\] from its config"),
     ],
 )
 def test_layers_in_which_no_rows_can_be_forced_are_refused(changes: Any, layers: Any, message: str) -> None:

@@ -37,7 +37,9 @@ class WorkerState:
         self._computed: dict[str, int] = {}
         try:
             if os.environ.get(ENVIRONMENT) == OBSERVE:
-                raise EngineError(f"it was switched off when the engine was started ({ENVIRONMENT}={OBSERVE})")
+                raise EngineError(
+                    f"forced routing was turned off when the engine was started ({ENVIRONMENT}={OBSERVE})"
+                )
             refuse_unsupported(runner.vllm_config)
             forcing = ForcedRouting(runner, RouterSpec.from_config(runner.model_config.hf_config))
             self.rules = forcing.install()

@@ -37,7 +37,7 @@ class ForcedRouting:
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
-        self.forced_rows = 0  # counted since the start, as proof that forcing happens
+        self.forced_rows = 0  # counted since the start; the report shows that rows are forced
 
     # -- each step ------------------------------------------------------------------------------
 
@@ -131,19 +131,26 @@ def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
         method = getattr(module, "_quant_method", None)
         if getattr(method, "is_monolithic", False):
             raise EngineError(
-                f"{name} uses a monolithic MoE kernel ({type(method).__name__}), which routes inside the kernel where "
-                "no rows can be put in; choose a modular one, such as VLLM_USE_FLASHINFER_MOE_FP16=0 or "
+                f"{name} uses a monolithic MoE kernel ({type(method).__name__}), which routes inside the kernel, where "
+                "rows cannot be forced: choose a modular kernel, for example with VLLM_USE_FLASHINFER_MOE_FP16=0 or "
                 "--moe-backend triton"
             )
         if reason := _other_tokens(module):
             raise EngineError(f"forced routing does not work with {name}: {reason}")
         if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
-            raise EngineError(f"{name} routes by {type(router).__name__}, which forced routing does not support")
+            raise EngineError(
+                f"{name} has a router of class {type(router).__name__}, which forced routing does not support"
+            )
         if router.top_k != spec.top_k or module.layer_id in found:
-            raise EngineError(f"{name}: top_k {router.top_k} of layer {module.layer_id} does not fit {spec}")
+            raise EngineError(
+                f"{name}: expected one router with top_k {spec.top_k} in layer {module.layer_id}, got top_k "
+                f"{router.top_k}; routers were already found in layers {sorted(found)}"
+            )
         found[module.layer_id] = router
     if tuple(sorted(found)) != spec.layers:
-        raise EngineError(f"vLLM's model has routers in layers {sorted(found)}, its config says {list(spec.layers)}")
+        raise EngineError(
+            f"vLLM's model has routers in layers {sorted(found)}, expected {list(spec.layers)} from its config"
+        )
     return [found[layer] for layer in spec.layers]
 
 
@@ -167,14 +174,14 @@ def refuse_unsupported(config: Any) -> None:
     parallel = config.parallel_config
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "prefill context parallelism splits the tokens of a step": parallel.prefill_context_parallel_size > 1,
-        "dual batch overlap splits the tokens of a step": parallel.use_ubatching,
-        "fast prefill leaves tokens out in some layers": config.cache_config.kv_sharing_fast_prefill,
+        "prefill context parallelism, which splits the tokens of a step": parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap, which splits the tokens of a step": parallel.use_ubatching,
+        "fast prefill, which leaves tokens out in some layers": config.cache_config.kv_sharing_fast_prefill,
         "speculative decoding": config.speculative_config is not None,
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:
-        raise EngineError(f"forced routing does not work with: {'; '.join(found)}")
+        raise EngineError(f"forced routing does not support: {'; '.join(found)}")
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
