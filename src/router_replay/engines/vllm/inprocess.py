@@ -90,24 +90,26 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
 
 
 async def _capabilities(transport: Transport, forced_routes: bool) -> Capabilities:
-    """Return the capabilities that the worker reports. Raises EngineError if vLLM silently skipped the plugin."""
+    """Return the capabilities that all workers report. Raises EngineError if vLLM silently skipped the plugin."""
     try:
-        report = await transport.call("router_replay_report")
+        reports = await transport.call_all("router_replay_report")
     except Exception as error:
         raise EngineError(
             "the plugin of Router Replay is not active in vLLM's worker. If the plugin failed, the worker's log shows "
             "the reason. Otherwise install router-replay in the worker's environment (vLLM finds the plugin by its "
             f"entry point) and, if VLLM_PLUGINS is set, add router_replay to it. The worker answered: {error}"
         ) from error
-    if not report.get("active", True):
-        raise EngineError(report["reason"])
+    for report in reports:
+        if not report.get("active", True):
+            raise EngineError(report["reason"])
+    report = next((report for report in reports if not report["forced_routes"]), reports[0])
     if forced_routes and not report["forced_routes"]:
         raise EngineError(
             f"this vLLM engine cannot force routes: {report['reason']}. If you do not need forced routes, pass "
             "forced_routes=False"
         )
     return Capabilities(
-        routes=report["captures"],
+        routes=all(report["captures"] for report in reports),
         forced_routes=report["forced_routes"],
         start=True,
         versions=True,
