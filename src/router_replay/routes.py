@@ -168,7 +168,7 @@ class Routes:
         Raises RoutesError if there is no part, or if the parts belong to different models.
         """
         if not parts:
-            raise RoutesError("Routes.concat needs at least one part, got none; Routes.missing(0, spec) is an empty Routes")
+            raise RoutesError("Routes.concat needs at least one part; Routes.missing(0, spec) is an empty Routes")
         first = parts[0]
         for number, part in enumerate(parts):
             if part.spec != first.spec:
@@ -246,7 +246,7 @@ class Routes:
 
     @property
     def versions(self) -> np.ndarray:
-        """The policy version of each row [T], int64 and read-only; 0 if none was given. It is made new at each access."""
+        """The policy version of each row [T], read-only int64; 0 if none was given. It is made new at each access."""
         return read_only(self.version_runs_or_zero().expand().astype(np.int64))
 
     @property

@@ -81,7 +81,7 @@ class RouterSpec:
 
     @property
     def engine_layers(self) -> int:
-        """The number of layer columns of an engine's array: num_layers, or the last routed layer + 1 if it is unknown."""
+        """The number of layer columns of an engine's array: num_layers, or if unknown the last routed layer + 1."""
         return self.num_layers if self.num_layers is not None else self.layers[-1] + 1
 
     def select(self, layers: Iterable[int]) -> RouterSpec:
