@@ -17,7 +17,7 @@ from router_replay.wire.envelope import CHECKSUM_BYTES, Header
 
 
 def payload_length(header: Header) -> int:
-    """Return the number of payload bytes for these rows; raise WireError early if the header's field is far too small."""
+    """Return the number of payload bytes for these rows; raise WireError if the header's field is far too small."""
     spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
     if not sets:
         return 0

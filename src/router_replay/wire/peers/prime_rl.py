@@ -45,8 +45,8 @@ def from_prime_rl(
 ) -> Routes:
     """Read prime-rl's object `obj`, a dict or JSON, for the model of `spec`.
 
-    `peer_start(obj)` returns the position of its first row. With `prompt_length`, a start beyond the prompt raises WireError. `allow_zero_layers` accepts layers whose rows are
-    all expert 0, as in `Routes.from_engine`.
+    `peer_start(obj)` returns the position of its first row. With `prompt_length`, a start beyond the prompt raises
+    WireError. `allow_zero_layers` accepts layers whose rows are all expert 0, as in `Routes.from_engine`.
     """
     return _read(_payload(obj, "prime-rl"), spec, prompt_length, allow_zero_layers, "prime-rl")
 
