@@ -47,10 +47,10 @@ def as_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarr
 
 
 def int64_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarray:
-    """Convert a one-dimensional array of integers to int64. An array that is already int64 is not copied."""
+    """Convert a flat (1-D) array of integers to int64. An array that is already int64 is not copied."""
     array = as_array(values, name, error)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
-        raise error(f"{name} must be a one-dimensional sequence of integers, got {array.dtype} {list(array.shape)}")
+        raise error(f"{name} must be a flat sequence of integers, got {array.dtype} {list(array.shape)}")
     if array.dtype == np.uint64 and array.size and int(array.max()) > LARGEST:
         position = int(np.argmax(array > LARGEST))
         raise error(f"{name} must be integers up to 2**63 - 1, got {array[position]} at position {position}")

@@ -33,7 +33,7 @@ class Recorded:
         rows = [sum(len(piece) for piece in column) for column in pieces]
         if not all(rows) or len(set(rows)) != 1:
             raise ReplayError(
-                "expected at least one complete forward pass in the record block, with the same number of rows in every "
+                "expected at least one complete forward pass in the record block, with equally many rows in every "
                 f"routed layer, got {rows}"
             )
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in pieces]

@@ -32,11 +32,11 @@ def decode_base64(text: Any, place: str) -> bytes:
         raw = binascii.a2b_base64(text, strict_mode=True)
         tail = bytes(text[-4:], "ascii") if isinstance(text, str) else bytes(text[-4:])
     except (ValueError, TypeError, BufferError) as error:
-        raise WireError(f"{place}: expected base64: {error}") from error
+        raise WireError(f"{place}: not base64: {error}") from error
     # Python's strict mode still accepts surplus padding, and bits that are set after the data.
     last = raw[len(raw) - (len(raw) % 3 or 3) :] if raw else b""
     if tail != binascii.b2a_base64(last, newline=False):
-        raise WireError(f"{place}: expected base64: the end of {len(text)} characters does not encode {len(raw)} bytes")
+        raise WireError(f"{place}: not base64: the end of {len(text)} characters does not encode {len(raw)} bytes")
     return raw
 
 
@@ -60,7 +60,7 @@ def parse_json(value: Any, peer: str) -> Any:
     try:
         return msgspec.json.decode(value)
     except (msgspec.MsgspecError, ValueError, TypeError, BufferError, RecursionError) as error:
-        raise WireError(f"{peer} routed experts: expected JSON: {error}") from error
+        raise WireError(f"{peer} routed experts: not JSON: {error}") from error
 
 
 def raw_array(raw: bytes, dtype: np.dtype, shape: Sequence[int], peer: str, *, offset: int = 0) -> np.ndarray:

@@ -52,7 +52,7 @@ def to_vllm(routes: Routes) -> str:
 def _npy_header(raw: bytes) -> tuple[np.dtype, bool, tuple[int, ...], int]:
     """Return (dtype, Fortran order, shape, offset of the data) of a `.npy` file of integers."""
     if raw[:6] != b"\x93NUMPY":
-        raise WireError(f"{_PLACE}: expected a .npy file, got data that starts with {raw[:6]!r}")
+        raise WireError(f"{_PLACE}: not a .npy file: the data starts with {raw[:6]!r}")
     width = {b"\x01\x00": 2, b"\x02\x00": 4}.get(raw[6:8])
     if width is None:
         raise WireError(f"{_PLACE}: .npy version must be 1.0 or 2.0, got {list(raw[6:8])}")
