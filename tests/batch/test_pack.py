@@ -164,7 +164,11 @@ def test_without_routes_there_is_nothing_to_replay() -> None:
             {},
             r"sample 0: logprobs .* expected \[3\], got \[2\]",
         ),
-        ([Sample(np.arange(3), np.zeros(3), np.ones(3, bool), Routes.missing(2, SPEC))], {}, "one row per token: expected 3, got 2"),
+        (
+            [Sample(np.arange(3), np.zeros(3), np.ones(3, bool), Routes.missing(2, SPEC))],
+            {},
+            "one row per token: expected 3, got 2",
+        ),
         ([Sample(np.zeros(0, int), np.zeros(0), np.ones(0, bool), None)], {}, "sample 0: token_ids is empty"),
     ],
 )

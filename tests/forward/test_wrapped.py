@@ -285,7 +285,7 @@ def test_a_wrapper_that_returns_no_logits_is_named() -> None:
         def forward(self, **inputs: Any) -> Any:
             return (self.policy(**inputs).logits,)
 
-    with pytest.raises(ReplayError, match=r"Values must return an object with logits, got a tuple.*Qwen3MoeForCausalLM"):
+    with pytest.raises(ReplayError, match=r"Values must return .* logits, got a tuple.*Qwen3MoeForCausalLM"):
         logprobs(Values(tiny.make("qwen3_moe").model), pack(samples(), 64))
 
 

@@ -54,7 +54,7 @@ def test_342_kb_that_would_take_seconds_are_refused_unless_the_caller_names_the_
 @pytest.mark.parametrize(("experts", "k"), [(65536, 65530), (65536, 65534)])
 def test_few_bytes_that_unpack_to_many_slots_are_refused(experts: int, k: int, counted: list) -> None:
     sets = wire.FREE_BYTES // (2 * k)  # all that the memory limit allows
-    with pytest.raises(WireError, match="more than the limit of .* for a blob of this size"):
+    with pytest.raises(WireError, match=r"more than the limit of .* for a blob of this size"):
         wire.decode(wide_blob(experts, k, sets))
     assert not counted
 

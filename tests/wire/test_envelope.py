@@ -142,7 +142,7 @@ def test_no_rows_have_no_first_row() -> None:
 def test_layers_and_padding_are_checked() -> None:
     with pytest.raises(WireError, match="ascending"):
         wire.decode(patched(BLOBS["dense"], 0x88, struct.pack("<2I", 3, 1)))
-    with pytest.raises(WireError, match="num_layers must be .* got 4"):
+    with pytest.raises(WireError, match=r"num_layers must be .* got 4"):
         wire.decode(patched(BLOBS["dense"], 0x88, struct.pack("<2I", 1, 9)))
     one_layer = wire.encode(Routes([[[5, 0]]], spec_of(8, 2, layers=1)), "dense")
     with pytest.raises(WireError, match="padding"):

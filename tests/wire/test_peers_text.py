@@ -128,7 +128,7 @@ def test_nemo_missing_rows_neither_make_nor_hide_a_layer_that_never_ran() -> Non
 def test_nemo_refuses_a_row_that_is_partly_missing(place: int) -> None:
     values = list(ENGINE)
     values[place] = -1
-    with pytest.raises(WireError, match=rf"data: row 1 has -1 \(missing\) in layer {(place - 8) // 2}, expected it in every layer"):
+    with pytest.raises(WireError, match=rf"data: row 1 has -1 \(missing\) in layer {(place - 8) // 2}, expected"):
         peers.from_nemo(nemo(values), SPEC)
 
 
