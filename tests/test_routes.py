@@ -320,7 +320,7 @@ def test_prefill_and_decode_rows_that_do_not_meet(prefill: slice, decode: slice,
 
 def test_a_prefill_row_that_was_not_captured_is_refused() -> None:
     whole = Routes(random_ids(10, SPEC), SPEC, captured=np.arange(10) != 2)
-    with pytest.raises(RoutesError, match="row 2 is not captured"):
+    with pytest.raises(RoutesError, match="prompt row 2 is not captured"):
         Routes.join_prefill_decode(whole[:6], whole[6:])
 
 

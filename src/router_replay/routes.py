@@ -202,7 +202,7 @@ class Routes:
             )
         if not prefill.all_captured:
             raise RoutesError(
-                f"the prefill worker must capture every prompt row; row {prefill.first_missing} is not captured: "
+                f"prompt row {prefill.first_missing} is not captured: the prefill worker must capture all prompt rows; "
                 "check that capture is switched on there"
             )
         if start > prompt:

@@ -119,7 +119,7 @@ def test_a_model_that_treats_its_logits_in_an_unknown_way_is_refused() -> None:
         return out
 
     model.forward = forward
-    with pytest.raises(ReplayError, match="changes its logits in a way"):
+    with pytest.raises(ReplayError, match="transforms its logits in a way"):
         logprobs(model, pack(samples((5,)), 8))
     assert "forward" not in vars(model.get_output_embeddings())  # the head is as before
 
