@@ -276,7 +276,7 @@ def test_nested_configs_and_objects() -> None:
                 "num_experts_per_tok": 2,
                 "num_dense_layers": 2,
             },
-            ["in none of them"],
+            ["none of the 2 decoder layers"],
         ),
     ],
 )

@@ -56,4 +56,4 @@ def _by_the_slow_reader(line: str, where: str) -> Any:
     try:
         return json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
-        raise MeasureError(f"{where}: expected JSON ({error}); remove this line to read the rest") from error
+        raise MeasureError(f"{where} is not JSON ({error}); remove this line to read the rest") from error

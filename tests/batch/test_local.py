@@ -124,5 +124,5 @@ def test_rows_that_do_not_fit_their_slots_are_refused() -> None:
         LocalBatch(local.whole, local.slots, local.routes[:3])
     with pytest.raises(BatchError, match=r"make a LocalBatch with Batch\.split"):
         LocalBatch(batch, local.slots, local.routes)
-    with pytest.raises(BatchError, match=r"split\(\) of a shard"):
+    with pytest.raises(BatchError, match=r"split\(\) needs the whole batch, got a shard"):
         batch.shard(0, 2).split(2)

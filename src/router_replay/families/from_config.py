@@ -49,7 +49,7 @@ def spec_from_config(config: Any) -> RouterSpec:
         fields = {**fields, **_as_mapping(fields.get(rules.nested) or {}), "model_type": model_type}
     if rules.switch and not fields.get(rules.switch):
         raise SpecError(
-            f"this {model_type} config has {rules.switch}={fields.get(rules.switch)!r}: the model has no router"
+            f"this {model_type} config has {rules.switch}={fields.get(rules.switch)!r}: a dense model has no router"
         )
 
     num_layers = _depth(fields, rules)
