@@ -18,14 +18,14 @@ COLOURS = 7
 WIDTH, HEIGHT = 440, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 32
 MOST_DOTS = 40
-"""Runs of up to so many steps get a dot at each."""
+"""Runs of up to this many steps get a dot at each step."""
 LABEL_GAP = 12
-"""The least distance of two numbers beside the vertical axis."""
+"""The minimum distance of two labels of the vertical axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Describes which metric is drawn, and how."""
+    """Describe which metric is drawn, and how: `log` asks for a logarithmic axis, `from_zero` for an axis with 0."""
 
     metric: str
     title: str
@@ -37,7 +37,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Holds one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
+    """Hold one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
 
     name: str
     points: Sequence[Point]
