@@ -1,7 +1,7 @@
-"""Reduce long runs to few points: neighbouring steps become one bin with its least, mean and greatest value.
+"""Reduce long runs to few points: neighbouring steps become one bin with its smallest, mean and largest value.
 
-A page of 100,000 steps would be as large as the data and could not show more than its width in pixels. The least and
-the greatest value are kept, so that a single spike keeps its position and height.
+A page of 100,000 steps would be as large as the data and could not show more than its width in pixels. The smallest
+and the largest value are kept, so that a single spike keeps its position and height.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _curve(series: Series, index: int, frame: _Frame) -> str:
 
 
 def _band(stretch: Sequence[tuple[int, float, float]], style: str, frame: _Frame) -> str:
-    """Draw the band from the least to the greatest value of each bin, which shows spikes of a single step."""
+    """Draw the band from the smallest to the largest value of each bin, which shows spikes of a single step."""
     edge = [frame.at(step, high) for step, _, high in stretch]
     edge += [frame.at(step, low) for step, low, _ in reversed(stretch)]
     return f'<path class="band {style}" d="M{_corners(edge)}Z"/>'

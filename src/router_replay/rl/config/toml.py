@@ -32,7 +32,7 @@ def check_depth(tree: Any, place: str) -> None:
         ]
         if not level:
             return
-    raise ConfigError(f"{place}: {TOO_DEEP}: at most {MOST_LEVELS} levels were expected")
+    raise ConfigError(f"{place}: {TOO_DEEP}: expected at most {MOST_LEVELS} levels")
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
