@@ -19,7 +19,7 @@ LAST_STEP = 1 << 53  # every JSON reader represents integers up to here exactly
 
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the steps of a run's metrics.jsonl, in order.
+    """Read the steps of metrics.jsonl in `folder`, the output folder of a run, in order.
 
     A last line without a line end was cut off when the run was killed; it is left out.
     """

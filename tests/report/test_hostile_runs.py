@@ -94,7 +94,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: pathlib.Path, line: str, 
 )
 def test_a_config_that_cannot_be_read_is_named(tmp_path: pathlib.Path, config: str) -> None:
     run = written(tmp_path / "a", '{"step": 0}\n', config)
-    with pytest.raises(MeasureError, match=r"a/config\.json .*remove it to do without"):
+    with pytest.raises(MeasureError, match=r"a/config\.json .*remove it to make the report without settings"):
         write_report([run], tmp_path / "page.html", "title")
 
 
