@@ -66,4 +66,6 @@ def generate(url: str) -> dict[str, Any]:
     request = urllib.request.Request(f"{url}/inference/v1/generate", json.dumps(REQUEST).encode(), headers)
     with urllib.request.urlopen(request, timeout=600) as response:
         answer: dict[str, Any] = json.load(response)
+    for name in ("model", "created"):  # of the machine and the moment
+        answer.pop(name, None)
     return answer
