@@ -147,7 +147,7 @@ class Server:
     url: str
     log: pathlib.Path
 
-    def wait(self, connect: Callable[[], Engine], seconds: float = 240) -> Engine:
+    def wait(self, connect: Callable[[], Engine], seconds: float = 900) -> Engine:
         deadline = time.monotonic() + seconds
         while True:
             try:

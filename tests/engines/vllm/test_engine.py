@@ -73,7 +73,7 @@ def test_a_preempted_request_gets_its_rows_again(vllm_http_engine: Engine, serve
 
 def preemptions(url: str) -> float:
     metrics = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(metrics, timeout=30) as response:
+    with urllib.request.urlopen(metrics, timeout=600) as response:
         lines = response.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
