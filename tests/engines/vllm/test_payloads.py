@@ -29,7 +29,7 @@ REQUEST = {
         "routed_experts_prompt_start": START,
     },
 }  # fmt: skip
-VERSIONS = ("0.30", "0.32")
+VERSIONS = ("0.30", "0.31", "0.32")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
