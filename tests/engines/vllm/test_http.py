@@ -48,8 +48,8 @@ REQUEST = Request((7,), Sampling(max_tokens=1))
 
 
 def test_a_server_outside_the_tested_range_is_refused(fake: Stub) -> None:
-    fake.answers["/version"] = Reply({"version": "0.32.1"})
-    with pytest.raises(EngineError, match=r"vLLM 0\.32\.1 is outside the tested range 0\.26 to 0\.30"):
+    fake.answers["/version"] = Reply({"version": "0.33.1"})
+    with pytest.raises(EngineError, match=r"vLLM 0\.33\.1 is outside the tested range 0\.26 to 0\.32"):
         VllmHttpEngine(fake.url)
 
 
@@ -206,7 +206,7 @@ def test_too_many_rows_are_an_error_of_the_request(vllm_http_engine: Engine, ser
 
     extra = {"extra_args": extra_arguments(random_routes(3, vllm_http_engine.spec))}
     status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})
-    assert (status, "3 forced rows, 2 prompt tokens" in answer["error"]["message"]) == (400, True)
+    assert (status, "3 forced rows for a prompt of 2 tokens" in answer["error"]["message"]) == (400, True)
 
 
 def test_a_users_own_server_without_the_plugin_then_killed_in_the_middle_of_a_batch(

@@ -143,7 +143,10 @@ class VllmBackend(Backend):
         if refused:
             raise _broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
         try:
-            progress = progress_of(answers[0].get("progress", {}))
+            progress: dict[str, dict[int, int]] = {}
+            for answer in answers:  # each data-parallel rank tells of its own requests, and of its samples of a request
+                for name, rows in progress_of(answer.get("progress", {})).items():
+                    progress.setdefault(name, {}).update(rows)
             reset = await self.transport.reset_prefix_cache()
         except Exception as error:  # the new weights are loaded, and would be reported as the old version
             raise _broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error
