@@ -101,10 +101,10 @@ assert [one["name"] for one in report["seams"] if one["problem"]] == ["moved_awa
 # A version that was never tried is refused in the same way.
 seams.SEAMS = table
 import vllm
-tried, vllm.__version__ = vllm.__version__, "0.32.0"
+tried, vllm.__version__ = vllm.__version__, "0.33.0"
 plugin.register()
 assert touched() == before
-assert "0.32.0 is outside the tested range" in Worker.router_replay_report(None)["reason"]
+assert "0.33.0 is outside the tested range" in Worker.router_replay_report(None)["reason"]
 import os
 os.environ[plugin.ENVIRONMENT] = plugin.REQUIRED
 try:
@@ -120,7 +120,7 @@ plugin.register()
 plugin.register()
 after = touched()
 wrapped = [(s.owner, s.name) for s in table if s.use == "wrapped" and s.name != "run_busy_loop"]
-assert len(wrapped) == 5 and all(after[place] is not before[place] for place in wrapped)
+assert len(wrapped) == 6 and all(after[place] is not before[place] for place in wrapped)
 assert hasattr(Worker, "router_replay_update_weights")
 print("all")
 """

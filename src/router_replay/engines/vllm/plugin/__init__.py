@@ -8,7 +8,7 @@ things:
     request checks     bad rows are refused before they reach the engine; the prefix
                        cache is salted with the rows                                       routes/frontend.py
     worker calls       report (is the plugin active, and if not why), and new weights
-                       with the CPU repair                                                 worker.py, weights/
+                       with the CPU repair; every data-parallel rank answers               worker.py, weights/, ranks.py
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            routes/delivery.py
@@ -53,12 +53,13 @@ def register() -> None:
     if problems:
         _refuse("; ".join(problems))
         return
-    from router_replay.engines.vllm.plugin import worker
+    from router_replay.engines.vllm.plugin import ranks, worker
     from router_replay.engines.vllm.plugin.repairs import signals
     from router_replay.engines.vllm.plugin.routes import delivery, frontend
 
     frontend.install()
     worker.install()
+    ranks.install()
     delivery.install()
     signals.install()
 

@@ -89,6 +89,20 @@ SEAMS: tuple[Seam, ...] = (
         "called",
         "the weight-transfer backend router_replay",
     ),
+    Seam(
+        "vllm.v1.engine.core_client:DPLBAsyncMPClient",
+        "collective_rpc_async",
+        "wrapped",
+        "every data-parallel rank answers our worker calls",
+        ("method", "timeout", "args", "kwargs"),
+    ),
+    Seam(
+        "vllm.v1.engine.core_client:DPLBAsyncMPClient",
+        "_call_utility_async",
+        "called",
+        "every data-parallel rank answers our worker calls",
+        ("method", "engine"),
+    ),
     Seam("vllm.v1.engine.core:EngineCoreProc", "run_busy_loop", "wrapped", "Ctrl-C is left to the engine's owner"),
     Seam(
         "vllm.v1.engine.core_client:MPClient",
