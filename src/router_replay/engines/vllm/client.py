@@ -27,8 +27,8 @@ class Transport(abc.ABC):
     capabilities: Capabilities
     logprobs_mode: str = "processed_logprobs"
     vocabulary: int | None = None
-    holds: bool = True
-    """Whether the engine can stop computing and keep its requests."""
+    cannot_hold: str = ""
+    """Why the engine cannot stop computing and keep its requests; empty if it can."""
 
     @abc.abstractmethod
     async def generate(self, flight: Flight) -> list[Sample]: ...
@@ -98,16 +98,14 @@ class VllmBackend(Backend):
         await self.transport.abort([flight.name for flight in flights])
 
     async def hold(self, kept: Sequence[Flight]) -> None:
-        if self.transport.holds:
+        if not self.transport.cannot_hold:
             await self.transport.pause("keep")
         elif kept:
-            raise EngineError(
-                f"running requests cannot be kept: {self.capabilities.why_not}. Choose in_flight='abort' or 'wait'"
-            )
+            raise EngineError(f"{self.transport.cannot_hold}. Choose in_flight='abort' or 'wait'")
         # Otherwise nothing is held: the requests of this engine have ended, and new ones wait until it resumes.
 
     async def go(self) -> None:
-        if self.transport.holds:
+        if not self.transport.cannot_hold:
             await self.transport.resume()
 
     async def find(self, source: WeightSource) -> None:

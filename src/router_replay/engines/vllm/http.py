@@ -193,9 +193,7 @@ async def _with_plugin(
             "other ranks' requests would be unknown. A server whose data-parallel ranks are behind one URL needs the "
             "plugin of this release in its API server; a rank with its own URL cannot be used with the plugin"
         )
-    return _OverHttp(
-        found, read, tokens, capabilities, report.logprobs_mode, stops, abort_path=ABORTS[0], holds=True, ranks=ranks
-    )
+    return _OverHttp(found, read, tokens, capabilities, report.logprobs_mode, stops, abort_path=ABORTS[0], ranks=ranks)
 
 
 async def _ranks(http: Http) -> int:
@@ -220,15 +218,17 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
         )
     logprobs_mode, abort_path = await _logprobs_mode(found), await _abort_path(found.http)
     status, _ = await found.http.request("GET", "/is_paused", repeat=True)
-    holds = status == 200
-    lacks = [f"forced routes, new weights and policy versions need the plugin: {reason}"]
+    no_plugin = f"forced routes, new weights and policy versions need the plugin: {reason}"
+    lacks = [no_plugin]
     if abort_path is None:
         lacks.append(_NO_ABORT)
-    if not holds:
+    if status != 200:
         lacks.append(_NO_PAUSE)
     capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not="; ".join(lacks))
     stops = end_of_sequence_ids(generation_config) or end_of_sequence_ids(config)
-    bare = _OverHttp(found, spec, vocabulary, capabilities, logprobs_mode, stops, abort_path=abort_path, holds=holds)
+    bare = _OverHttp(found, spec, vocabulary, capabilities, logprobs_mode, stops, abort_path=abort_path)
+    bare.no_plugin = no_plugin
+    bare.cannot_hold = _NO_PAUSE if status != 200 else ""
     if not await bare.captures():
         lacks.insert(0, _NO_CAPTURE)
         bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not="; ".join(lacks))
@@ -292,8 +292,8 @@ _NO_ABORT = (
 )
 _NO_PAUSE = "a pause cannot keep requests, since the server has no /pause (VLLM_SERVER_DEV_MODE=1)"
 _NO_WEIGHTS = (
-    "vLLM's own ways are not used: its reload gives wrong experts on a CPU, without an error, and its weight transfer "
-    "between GPUs (NCCL, IPC) was never run by this package"
+    "vLLM's own reload gives wrong experts on a CPU without an error, and its transfers between GPUs (NCCL, IPC) were "
+    "never run by this package, so neither is used"
 )
 
 
@@ -311,7 +311,6 @@ class _OverHttp(Transport):
         end_of_sequence: tuple[int, ...],
         *,
         abort_path: str | None,
-        holds: bool,
         ranks: int = 1,
     ) -> None:
         self._http = found.http
@@ -320,7 +319,7 @@ class _OverHttp(Transport):
         self.vocabulary = vocabulary
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
-        self.holds = holds
+        self.no_plugin = ""  # why the server has no plugin; empty if it has
         self._end_of_sequence = end_of_sequence
         self._abort_path = abort_path
         self._ranks = ranks
@@ -376,8 +375,8 @@ class _OverHttp(Transport):
         await self._http.expect("POST", "/resume", patient=True)
 
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
-        if not self.capabilities.versions:
-            raise EngineError(f"this server has no plugin to ask: {self.capabilities.why_not}. {_NO_WEIGHTS}")
+        if self.no_plugin:
+            raise EngineError(f"{self.no_plugin}. {_NO_WEIGHTS}")
         body = {"method": method, "kwargs": arguments}
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
