@@ -63,13 +63,13 @@ def completions_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def completions(completions_server: Server) -> Iterator[Engine]:
-    with completions_server.wait(lambda: VllmHttpEngine(completions_server.url)) as engine:
+    with completions_server.wait(lambda: VllmHttpEngine(completions_server.url), 600) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def generate(servers: Servers) -> Iterator[Engine]:
-    with servers.plain.wait(lambda: VllmHttpEngine(servers.plain.url)) as engine:
+    with servers.plain.wait(lambda: VllmHttpEngine(servers.plain.url), 600) as engine:
         yield engine
 
 
