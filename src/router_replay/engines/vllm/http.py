@@ -44,7 +44,7 @@ ABORTS = ("/abort_requests", "/inference/v1/abort_requests")  # in development m
 
 
 class VllmHttpEngine(VllmClient):
-    """Connects to one vLLM server.
+    """Connects to one vLLM server at `url`. `version` is the policy version of the weights that it has now.
 
     `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
     `spec` is required if the server lacks the plugin and its model is not a folder of this machine; `vocabulary`, the
@@ -116,7 +116,7 @@ class _Found:
 async def _connect(
     url: str, spec: RouterSpec | None, vocabulary: int | None, timeout: float, api_key: str | None
 ) -> Transport:
-    http = Http(url, timeout, "vLLM", "router-replay serve MODEL starts one", api_key=api_key)
+    http = Http(url, timeout, "vLLM", "Start one with: router-replay serve MODEL", api_key=api_key)
     try:
         version = str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40]
         refuse_version(version)
@@ -147,13 +147,13 @@ async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None)
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
     if status in (401, 403):
         raise refusal(place, status, answer)
-    reason = "the plugin is not active on the server (ROUTER_REPLAY_VLLM=1, and router-replay installed there)"
+    reason = "the plugin is not active on the server (it needs router-replay installed there, and ROUTER_REPLAY_VLLM=1)"
     if status == 404:
         reason = "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), where the plugin answers"
     elif status == 200:
         reports = decoded(answer, _Reports, f"the answer of {place}").results
         if not reports:
-            raise EngineError(f"{place} has the answer of no worker")
+            raise EngineError(f"{place}: expected the report of at least one worker, got none")
         inactive = [report.reason for report in reports if not report.active]
         if not inactive:
             return await _with_plugin(found, reports, spec, vocabulary)
@@ -182,10 +182,10 @@ async def _with_plugin(
         stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
     except Exception as error:  # the server may send anything
         raise EngineError(
-            f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+            f"the model's config in the answer of {place} cannot be used: {type(error).__name__}: {error}"
         ) from error
     if spec is not None and spec != read:
-        raise EngineError(f"the server's model is {read}, the spec that was given is {spec}")
+        raise EngineError(f"the model of {found.http.url} has {read}, but spec={spec} was given")
     ranks = await _ranks(found.http)
     if len(reports) != ranks:
         raise EngineError(
@@ -209,12 +209,15 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
     if config:
         read = RouterSpec.from_config(config)
         if spec is not None and spec != read:
-            raise EngineError(f"the server's model {found.model.root} is {read}, the spec that was given is {spec}")
+            raise EngineError(
+                f"the model of {found.http.url}, {found.model.root}, has {read}, but spec={spec} was given"
+            )
         spec, vocabulary = read, checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
     if spec is None:
         raise EngineError(
-            f"{reason}, and its model {checks.shown(found.model.root)} is not a folder of this machine, so its routers "
-            "are not known here: pass spec=RouterSpec.from_config(config), or start the server by router-replay serve"
+            f"the routers of the server's model are unknown: {reason}, and {checks.shown(found.model.root)} is not a "
+            "model folder of this machine. Pass spec=RouterSpec.from_config(config), or start the server with "
+            "router-replay serve"
         )
     logprobs_mode, abort_path = await _logprobs_mode(found), await _abort_path(found.http)
     status, _ = await found.http.request("GET", "/is_paused", repeat=True)
@@ -270,7 +273,7 @@ def _settings(text: str, place: str) -> dict[str, Any]:
     config = parsed(text, place)
     config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
-        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
+        raise EngineError(f"{place}: expected a JSON object as the model's config, got {text[:200]}")
     return config
 
 
@@ -381,7 +384,9 @@ class _OverHttp(Transport):
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
         if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
-            raise EngineError(f"expected an object from every worker, got {str(answer)[:200]}")
+            raise EngineError(
+                f"{self._http.url}/collective_rpc: expected a JSON object from every worker, got {str(answer)[:200]}"
+            )
         if len(results) != self._ranks:
             raise EngineError(f"expected the answers of {self._ranks} workers, got {len(results)}: {str(answer)[:200]}")
         return results

@@ -108,6 +108,7 @@ class GenerateRoute(TokenRoute):
     path = GENERATE
 
     def body(self, flight: Flight, end_of_sequence: Sequence[int]) -> dict[str, Any]:
+        """Return the JSON body of a request."""
         return {
             "request_id": flight.name,
             "token_ids": list(map(int, flight.request.token_ids)),
@@ -116,9 +117,11 @@ class GenerateRoute(TokenRoute):
         }
 
     def samples(self, answer: bytes, request: Request, spec: RouterSpec) -> list[Sample]:
+        """Return the samples in an answer."""
         return samples_of(answer, spec)
 
     def server_name(self, name: str) -> str:
+        """Return the server's own name of the request that we call `name`."""
         return f"generate-tokens-{name}"
 
 
@@ -136,6 +139,7 @@ class CompletionsRoute(TokenRoute):
     path = COMPLETIONS
 
     def body(self, flight: Flight, end_of_sequence: Sequence[int]) -> dict[str, Any]:
+        """Return the JSON body of a request."""
         return {
             "request_id": flight.name,
             "prompt": list(map(int, flight.request.token_ids)),
@@ -144,6 +148,7 @@ class CompletionsRoute(TokenRoute):
         }
 
     def samples(self, answer: bytes, request: Request, spec: RouterSpec) -> list[Sample]:
+        """Return the samples in an answer. Raises EngineError if a limit of the server cut one of them."""
         samples = samples_of_completions(answer, spec)
         for sample in samples:
             self._refuse_server_limit(sample, request)
@@ -165,6 +170,7 @@ class CompletionsRoute(TokenRoute):
             )
 
     def server_name(self, name: str) -> str:
+        """Return the server's own name of the request that we call `name`."""
         return f"cmpl-{name}-0"
 
 
