@@ -99,7 +99,7 @@ def test_a_model_folder_of_this_machine_says_what_the_model_is(fake: Stub, tmp_p
         assert (engine.spec, engine.vocabulary) == (SPEC, 99)
         one(engine, REQUEST)
         assert fake.bodies("/inference/v1/generate")[-1]["sampling_params"]["stop_token_ids"] == [8, 9]
-    with pytest.raises(EngineError, match="the spec that was given is"):
+    with pytest.raises(EngineError, match="was given"):
         VllmHttpEngine(fake.url, spec=RouterSpec(8, 2, (0,)))
 
 
@@ -159,14 +159,14 @@ def test_rows_are_cut_here_where_the_server_returns_all(completing: Stub) -> Non
     ("answer", "message"),
     [
         (completion(token_ids=None), "has no token_ids"),
-        (completion(token_ids=[-1]), "was not understood"),
+        (completion(token_ids=[-1]), "is not the expected JSON"),
         (completion(logprobs=None), "1 tokens, 0 log-probs"),
-        (completion(logprobs={"token_logprobs": [None]}), "was not understood"),
+        (completion(logprobs={"token_logprobs": [None]}), "is not the expected JSON"),
         (completion(rows=2), "expected 1 rows"),
         (completion(routed_experts=None), "1 tokens without their experts"),
         (completion(index=1), "asked for 1 samples"),
         ({"choices": []}, "asked for 1 samples"),
-        ({"object": "error"}, "was not understood"),
+        ({"object": "error"}, "is not the expected JSON"),
     ],
 )
 def test_a_completion_that_does_not_fit_is_no_sample(completing: Stub, answer: Any, message: str) -> None:
@@ -185,6 +185,8 @@ def test_a_sample_that_the_server_ended_early_is_an_error(completing: Stub) -> N
         completing.answers["/v1/completions"] = Reply(completion(tokens=2, rows=15))
         [sample] = engine.generate([Request((7,) * 14, Sampling(max_tokens=9))])
         assert len(sample.token_ids) == 2
+        # The server would refuse more tokens than there is room for, where /inference/v1/generate ends the sample.
+        assert completing.bodies("/v1/completions")[-1]["max_tokens"] == 2
 
 
 # -- what vLLM's own calls can do ---------------------------------------------------------------------

@@ -140,11 +140,16 @@ class CompletionsRoute(TokenRoute):
 
     def body(self, flight: Flight, end_of_sequence: Sequence[int]) -> dict[str, Any]:
         """Return the JSON body of a request."""
+        request = flight.request
+        arguments = completions_arguments(request, end_of_sequence, self.cuts_rows)
+        if self.context is not None:  # this route refuses a longer sequence, where the other one ends it there
+            room = self.context - len(request.token_ids)
+            arguments["max_tokens"] = min(request.sampling.max_tokens, max(1, room))
         return {
             "request_id": flight.name,
-            "prompt": list(map(int, flight.request.token_ids)),
+            "prompt": list(map(int, request.token_ids)),
             "cache_salt": flight.salt,
-            **completions_arguments(flight.request, end_of_sequence, self.cuts_rows),
+            **arguments,
         }
 
     def samples(self, answer: bytes, request: Request, spec: RouterSpec) -> list[Sample]:
