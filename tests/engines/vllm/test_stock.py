@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pathlib
 import sys
 import urllib.request
@@ -20,6 +21,7 @@ import pytest
 
 from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.versions import installed_version, model_runner
 from router_replay.errors import EngineError
 from tests.engines import test_contract as contract
 from tests.engines.conftest import (
@@ -46,6 +48,7 @@ LIMIT = 170  # tokens; vLLM applies a max_new_tokens that is set for the server 
 
 @pytest.fixture(scope="module")
 def completions_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tmp_path_factory.mktemp("stock")
     model = folder / "model"
     model.mkdir()
@@ -56,7 +59,8 @@ def completions_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPa
     override = json.dumps({"max_new_tokens": LIMIT})
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--enable-return-routed-experts", "--override-generation-config", override]
-    server = start_command(command, folder / "log", {**ENVIRONMENT, "ROUTER_REPLAY_VLLM": "0"})
+    variables = {**os.environ, **ENVIRONMENT, **model_runner(installed_version()), "ROUTER_REPLAY_VLLM": "0"}
+    server = start_command(command, folder / "log", variables)
     yield server
     server.kill()
 

@@ -1,7 +1,9 @@
-"""Return the answers of all data-parallel ranks to the plugin's worker calls.
+"""Let every data-parallel rank answer the plugin's worker calls.
 
-vLLM runs a worker call on every data-parallel rank, and returns the answer of the first rank only. The other ranks'
-refusals and the progress of their requests would be lost, and with it the policy versions of these requests.
+vLLM sends `collective_rpc` to the engine core of every data-parallel rank, and returns the answer of rank 0 alone. The
+other ranks compute other requests and may refuse weights for reasons of their own. Here the answers of all workers of
+all ranks are returned, rank by rank. This holds for `AsyncLLM.collective_rpc` and for the server's `/collective_rpc`.
+Calls that are not ours keep vLLM's answer.
 """
 
 from __future__ import annotations
@@ -11,26 +13,27 @@ from typing import Any
 
 from router_replay.engines.vllm.plugin import seams
 
-OURS = "router_replay_"  # the names of the plugin's worker calls begin with this
+OURS = "router_replay_"  # the methods that worker.py adds begin with this
 
 
 def install() -> None:
-    """Wrap the worker call of the client that spreads requests over data-parallel ranks."""
-    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+    """Wrap AsyncMPClient.collective_rpc_async, which the data-parallel clients inherit."""
+    from vllm.v1.engine.core_client import AsyncMPClient
 
-    seams.wrap(DPLBAsyncMPClient, "collective_rpc_async", _asking_all)
+    seams.wrap(AsyncMPClient, "collective_rpc_async", _asking_all)
 
 
 def _asking_all(original: Any) -> Any:
     async def collective_rpc_async(
         self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> list[Any]:
-        if not (isinstance(method, str) and method.startswith(OURS)):
-            return list(await original(self, method, timeout, args, kwargs))
-        ranks = [
+        if not isinstance(method, str) or not method.startswith(OURS):
+            answers: list[Any] = await original(self, method, timeout, args, kwargs)
+            return answers
+        calls = [
             self._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=engine)
             for engine in self.core_engines
         ]
-        return [answer for answers in await asyncio.gather(*ranks) for answer in answers]
+        return [answer for rank in await asyncio.gather(*calls) for answer in rank]
 
     return collective_rpc_async
