@@ -39,6 +39,7 @@ from tests.engines.conftest import (
     start_command,
 )
 from tests.engines.stub import eventually
+from tests.engines.vllm.record import PAYLOADS, ROUTES, asked
 from tests.makers import random_routes
 
 # These change every sample, and every log-prob after the first token, where they reach a request.
@@ -150,7 +151,8 @@ def test_an_answer_equals_that_of_vllm_in_process(stock: Engine, vllm_engine: En
 def test_a_generation_config_reaches_no_request(completions: Engine, completions_server: Server) -> None:
     """It does reach a request that leaves these fields out, so the tests above mean something."""
     body = {"prompt": list(prompt(5, 20)), "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
-    plain = {tuple(ask(completions_server, body | {"seed": seed})["choices"][0]["token_ids"]) for seed in range(4)}
+    url = f"{completions_server.url}/v1/completions"
+    plain = {tuple(asked(url, body | {"seed": seed})["choices"][0]["token_ids"]) for seed in range(4)}
     assert len(plain) == 1
     ours = [one(completions, Request(prompt(5, 20), Sampling(8, seed=seed, ignore_eos=True))) for seed in range(4)]
     assert len({tuple(sample.token_ids.tolist()) for sample in ours}) == 4
@@ -178,6 +180,22 @@ def test_other_temperatures_need_a_server_that_says_what_its_log_probs_are(
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
         one(completions, request)
     assert len(one(generate, request).token_ids) == 4
+
+
+@pytest.mark.parametrize("route", sorted(ROUTES))
+def test_the_recorded_answer_is_still_what_comes(
+    route: str, completions: Engine, generate: Engine, completions_server: Server, servers: Servers
+) -> None:
+    """Of the installed version, where it is recorded: the same fields, and the same tokens."""
+    file = PAYLOADS / f"vllm_{installed_version()}_{route}.json"
+    if not file.exists():
+        pytest.skip(f"no answer of vLLM {installed_version()} is recorded")
+    server = completions_server if route == "completions" else servers.plain
+    told = json.loads(file.read_text())
+    came, kept = asked(server.url + ROUTES[route].path, told["request"]), told["answer"]
+    assert set(came) == set(kept)
+    assert [set(choice) for choice in came["choices"]] == [set(choice) for choice in kept["choices"]]
+    assert [choice["token_ids"] for choice in came["choices"]] == [choice["token_ids"] for choice in kept["choices"]]
 
 
 # -- abort and pause ----------------------------------------------------------------------------------
@@ -250,13 +268,6 @@ def test_a_server_that_is_killed_in_the_middle_of_a_batch(generate: Engine, serv
     assert all(isinstance(result, EngineError) for result in results), results
     with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
         generate.generate([Request(prompt(), GREEDY)])
-
-
-def ask(server: Server, body: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)
 
 
 def running(server: Server) -> int:
