@@ -24,7 +24,6 @@ from tests.engines.conftest import (
     Checkpoints,
     Trainer,
     midway,
-    one,
     prompt,
     start_server,
 )
@@ -111,6 +110,5 @@ def test_requests_of_both_ranks_that_are_kept_say_where_the_weights_changed(
 
 def test_new_weights_reach_both_ranks(engine: Engine, checkpoints: Checkpoints, trainer: Trainer) -> None:
     engine.update_weights(checkpoints.b, 1)
-    for seed in range(4):
-        completion = one(engine, Request(prompt(seed), GREEDY))
+    for seed, completion in enumerate(engine.generate([Request(prompt(seed), GREEDY) for seed in range(4)])):
         assert trainer.gap(checkpoints.b, prompt(seed), completion, completion.routes).max() < 1e-4
