@@ -24,15 +24,11 @@ from router_replay.engines.http import Http, answer_limit, checked_url, decoded,
 from router_replay.engines.stale import check_server
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, ServedModel, read_report
 from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.engines.vllm.samples import Sample
-from router_replay.engines.vllm.token_routes import (
-    COMPLETIONS_CUT_ROWS,
-    GENERATE,
-    CompletionsRoute,
-    GenerateRoute,
-    TokenRoute,
-)
+from router_replay.engines.vllm.token_routes import COMPLETIONS_CUT_ROWS, CompletionsRoute, GenerateRoute, TokenRoute
+from router_replay.engines.vllm.token_routes import GENERATE as GENERATE
 from router_replay.engines.vllm.token_routes import samples_of as samples_of
 from router_replay.engines.vllm.versions import numbers_of, refuse_version
 from router_replay.errors import EngineError, RouterReplayError
@@ -72,20 +68,8 @@ class VllmHttpEngine(VllmClient):
 # -- connecting ---------------------------------------------------------------------------------------
 
 
-class _Report(msgspec.Struct):
-    """Holds the fields of the plugin's report that are used here."""
-
-    captures: bool
-    forced_routes: bool
-    reason: str
-    logprobs_mode: str
-    config: str
-    generation_config: str
-    active: bool = True
-
-
 class _Reports(msgspec.Struct):
-    results: list[_Report]
+    results: list[PluginReport]
 
 
 class _WorldSize(msgspec.Struct):
@@ -162,11 +146,11 @@ async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None)
 
 
 async def _with_plugin(
-    found: _Found, reports: Sequence[_Report], spec: RouterSpec | None, vocabulary: int | None
+    found: _Found, reports: Sequence[PluginReport], spec: RouterSpec | None, vocabulary: int | None
 ) -> Transport:
-    place = f"{found.http.url}/collective_rpc"
+    http, place = found.http, f"{found.http.url}/collective_rpc"
     report = reports[0]  # all workers run one model with one command line
-    config = _settings(report.config, place)
+    model = read_report(report, place, spec, vocabulary)
     captures = all(report.captures for report in reports)
     reason = next((report.reason for report in reports if report.reason), "")
     capabilities = Capabilities(
@@ -174,26 +158,16 @@ async def _with_plugin(
         forced_routes=all(report.forced_routes for report in reports),
         start=True,
         versions=True,
-        why_not=printable(reason[:2000]) or ("" if captures else _NO_CAPTURE),
+        why_not=printable(reason[:2000]) or ("" if captures else NO_CAPTURE),
     )
-    try:
-        read = RouterSpec.from_config(config)
-        tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
-        stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-    except Exception as error:  # the server may send anything
-        raise EngineError(
-            f"the model's config in the answer of {place} cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    if spec is not None and spec != read:
-        raise EngineError(f"the model of {found.http.url} has {read}, but spec={spec} was given")
-    ranks = await _ranks(found.http)
+    ranks = await _ranks(http)
     if len(reports) != ranks:
         raise EngineError(
             f"the server has {ranks} ranks, and {place} has the answers of {len(reports)}: the policy versions of the "
             "other ranks' requests would be unknown. A server whose data-parallel ranks are behind one URL needs the "
             "plugin of this release in its API server; a rank with its own URL cannot be used with the plugin"
         )
-    return _OverHttp(found, read, tokens, capabilities, report.logprobs_mode, stops, abort_path=ABORTS[0], ranks=ranks)
+    return _OverHttp(found, model, capabilities, report.logprobs_mode, abort_path=ABORTS[0], ranks=ranks)
 
 
 async def _ranks(http: Http) -> int:
@@ -229,11 +203,12 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
         lacks.append(_NO_PAUSE)
     capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not="; ".join(lacks))
     stops = end_of_sequence_ids(generation_config) or end_of_sequence_ids(config)
-    bare = _OverHttp(found, spec, vocabulary, capabilities, logprobs_mode, stops, abort_path=abort_path)
+    model = ServedModel(spec, vocabulary, stops)
+    bare = _OverHttp(found, model, capabilities, logprobs_mode, abort_path=abort_path)
     bare.no_plugin = no_plugin
     bare.cannot_hold = _NO_PAUSE if status != 200 else ""
     if not await bare.captures():
-        lacks.insert(0, _NO_CAPTURE)
+        lacks.insert(0, NO_CAPTURE)
         bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not="; ".join(lacks))
     return bare
 
@@ -268,27 +243,20 @@ async def _logprobs_mode(found: _Found) -> str:
     return str(settings.get("logprobs_mode", "raw_logprobs"))
 
 
-def _settings(text: str, place: str) -> dict[str, Any]:
-    """Parse a config in the plugin's report. The json module writes NaN and Infinity, which msgspec cannot read."""
-    config = parsed(text, place)
-    config = {} if config is None else config  # a model without a generation config
-    if not isinstance(config, dict):
-        raise EngineError(f"{place}: expected a JSON object as the model's config, got {text[:200]}")
-    return config
-
-
 def _local(folder: str | None, name: str) -> Mapping[str, Any]:
     """Return a JSON file of the model's folder, or nothing if the folder is not on this machine."""
     if not folder or not folder.isprintable():
         return {}
     path = pathlib.Path(folder) / name
     try:
-        return _settings(path.read_text(), str(path)) if path.is_file() else {}
-    except OSError as error:
-        raise EngineError(f"{path}, the model that the server names, cannot be read: {error}") from error
+        told = parsed(path.read_text(), str(path)) if path.is_file() else {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"{path}, a file of the model that the server names, cannot be read: {error}") from error
+    if not isinstance(told, dict):
+        raise EngineError(f"{path}: expected a JSON object, got {str(told)[:200]}")
+    return told
 
 
-_NO_CAPTURE = "the server was started without --enable-return-routed-experts"
 _NO_ABORT = (
     "an abort returns nothing of what was sampled, since the server has no call for it (VLLM_SERVER_DEV_MODE=1, or "
     "--enable-scale-out from vLLM 0.32 on): it closes the connection, and the server drops the request"
@@ -307,23 +275,21 @@ class _OverHttp(Transport):
     def __init__(
         self,
         found: _Found,
-        spec: RouterSpec,
-        vocabulary: int | None,
+        model: ServedModel,
         capabilities: Capabilities,
         logprobs_mode: str,
-        end_of_sequence: tuple[int, ...],
         *,
         abort_path: str | None,
         ranks: int = 1,
     ) -> None:
         self._http = found.http
         self._route = found.route
-        self.spec = spec
-        self.vocabulary = vocabulary
+        self.spec = model.spec
+        self.vocabulary = model.vocabulary
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
         self.no_plugin = ""  # why the server has no plugin; empty if it has
-        self._end_of_sequence = end_of_sequence
+        self._end_of_sequence = model.end_of_sequence
         self._abort_path = abort_path
         self._ranks = ranks
         self._calls: dict[str, asyncio.Task[tuple[int, bytes]]] = {}

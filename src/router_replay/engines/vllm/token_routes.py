@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -48,20 +48,23 @@ class _Choice(msgspec.Struct, Generic[L]):
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: L | None = None
-    routed_experts: str | None = None
+    routed_experts: str | dict[str, Any] | None = None
 
 
 class _Response(msgspec.Struct, Generic[L]):
     choices: list[_Choice[L]]
 
 
-def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
-    """Return the choices of a generate response. Raises EngineError if the body is not a valid response."""
+def samples_of(body: bytes, spec: RouterSpec, read_rows: Callable[..., Routes] = wire.from_vllm) -> list[Sample]:
+    """Return the choices of a generate response. Raises EngineError if the body is not a valid response.
+
+    `read_rows` is the reader of the rows: `wire.from_vllm`, or `wire.from_dynamo` for the same route of Dynamo.
+    """
     response = decoded(body, _Response[_Content], f"the server's answer to {GENERATE}")
     samples = []
     for choice in response.choices:
         content = (choice.logprobs.content if choice.logprobs else None) or []
-        samples.append(_sample(choice, [token.logprob for token in content], spec))
+        samples.append(_sample(choice, [token.logprob for token in content], spec, read_rows))
     return samples
 
 
@@ -73,14 +76,16 @@ def samples_of_completions(body: bytes, spec: RouterSpec) -> list[Sample]:
         if choice.token_ids is None:
             raise EngineError(f"the server's answer to {COMPLETIONS} has no token_ids, which return_token_ids asks for")
         logprobs = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
-        samples.append(_sample(choice, logprobs, spec))
+        samples.append(_sample(choice, logprobs, spec, wire.from_vllm))
     return samples
 
 
-def _sample(choice: _Choice[Any], logprobs: Sequence[float], spec: RouterSpec) -> Sample:
+def _sample(
+    choice: _Choice[Any], logprobs: Sequence[float], spec: RouterSpec, read_rows: Callable[..., Routes]
+) -> Sample:
     rows = None
     if choice.routed_experts is not None:
-        rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
+        rows = read_rows(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
     return Sample(choice.index, choice.token_ids or [], logprobs, rows, choice.finish_reason)
 
 
