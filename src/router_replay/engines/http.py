@@ -69,6 +69,7 @@ class Http:
         *,
         repeat: bool = False,
         query: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
         patient: bool = False,
         limit: int = CONTROL_LIMIT,
     ) -> tuple[int, bytes]:
@@ -84,7 +85,13 @@ class Http:
             last = attempt == ATTEMPTS
             try:
                 async with self._session.request(
-                    method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
+                    method,
+                    self.url + path,
+                    json=body,
+                    params=query,
+                    headers=headers,
+                    timeout=timeout,
+                    allow_redirects=False,
                 ) as response:
                     answer = await self._body(response, path, limit)
                     if response.status not in TURNED_AWAY or last:

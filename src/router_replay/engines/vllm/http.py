@@ -10,7 +10,7 @@ are discarded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,13 +18,15 @@ import msgspec
 from router_replay import wire
 from router_replay.engines import checks
 from router_replay.engines.backend import Flight
-from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
+from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, printable, refusal
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
-from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
+from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, read_report
+from router_replay.engines.vllm.requests import sampling_arguments
 from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError, RouterReplayError
+from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 GENERATE = "/inference/v1/generate"
@@ -69,41 +71,32 @@ class _Choice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
-    routed_experts: str | None = None
+    routed_experts: str | dict[str, Any] | None = None
 
 
 class _Response(msgspec.Struct):
     choices: list[_Choice]
 
 
-def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
-    """Return the choices of a generate response. Raises EngineError if the body is not a valid response."""
+def samples_of(body: bytes, spec: RouterSpec, read_rows: Callable[..., Routes] = wire.from_vllm) -> list[Sample]:
+    """Return the choices of a generate response. Raises EngineError if the body is not a valid response.
+
+    `read_rows` is the reader of the rows: `wire.from_vllm`, or `wire.from_dynamo` for the same route of Dynamo.
+    """
     response = decoded(body, _Response, f"the server's answer to {GENERATE}")
     samples = []
     for choice in response.choices:
         content = (choice.logprobs.content if choice.logprobs else None) or []
         rows = None
         if choice.routed_experts is not None:
-            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
+            rows = read_rows(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
         logprobs = [token.logprob for token in content]
         samples.append(Sample(choice.index, choice.token_ids or [], logprobs, rows, choice.finish_reason))
     return samples
 
 
-class _Report(msgspec.Struct):
-    """Holds the fields of the plugin's report that are used here."""
-
-    captures: bool
-    forced_routes: bool
-    reason: str
-    logprobs_mode: str
-    config: str
-    generation_config: str
-    active: bool = True
-
-
 class _Reports(msgspec.Struct):
-    results: list[_Report]
+    results: list[PluginReport]
 
 
 async def _connect(
@@ -143,27 +136,16 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
     return await _without_plugin(http, spec, vocabulary, reason)
 
 
-def _with_plugin(http: Http, report: _Report, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
-    place = f"{http.url}/collective_rpc"
-    config = _settings(report.config, place)
+def _with_plugin(http: Http, report: PluginReport, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
+    model = read_report(report, f"{http.url}/collective_rpc", spec, vocabulary)
     capabilities = Capabilities(
         routes=report.captures,
         forced_routes=report.forced_routes,
         start=True,
         versions=True,
-        why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
+        why_not=printable(report.reason[:2000]) or ("" if report.captures else NO_CAPTURE),
     )
-    try:
-        found = RouterSpec.from_config(config)
-        tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
-        stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-    except Exception as error:  # the server may send anything
-        raise EngineError(
-            f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if spec is not None and spec != found:
-        raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
-    return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
+    return _OverHttp(http, model.spec, model.vocabulary, capabilities, report.logprobs_mode, model.end_of_sequence)
 
 
 async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int | None, reason: str) -> Transport:
@@ -175,20 +157,8 @@ async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int |
     capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not=reason)
     bare = _OverHttp(http, spec, vocabulary, capabilities, "raw_logprobs", ())
     if not await bare.captures():
-        bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not=f"{_NO_CAPTURE}; {reason}")
+        bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not=f"{NO_CAPTURE}; {reason}")
     return bare
-
-
-def _settings(text: str, place: str) -> dict[str, Any]:
-    """Parse a config in the plugin's report. The json module writes NaN and Infinity, which msgspec cannot read."""
-    config = parsed(text, place)
-    config = {} if config is None else config  # a model without a generation config
-    if not isinstance(config, dict):
-        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
-    return config
-
-
-_NO_CAPTURE = "the server was started without --enable-return-routed-experts"
 
 
 class _OverHttp(Transport):

@@ -1,7 +1,7 @@
 """Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
-ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies six
+ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies eight
 things:
 
     forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
@@ -12,7 +12,9 @@ things:
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            routes/delivery.py
+    merged answers     keep their rows                                                     repairs/merged_rows.py
     Ctrl-C             is left to the process that started the engine                      repairs/signals.py
+    Dynamo             a route of its worker that returns what the calls above answer      dynamo.py
 
 `seams.py` lists every place in vLLM that the plugin touches. The whole list is checked before anything is changed.
 
@@ -53,14 +55,16 @@ def register() -> None:
     if problems:
         _refuse("; ".join(problems))
         return
-    from router_replay.engines.vllm.plugin import worker
-    from router_replay.engines.vllm.plugin.repairs import signals
+    from router_replay.engines.vllm.plugin import dynamo, worker
+    from router_replay.engines.vllm.plugin.repairs import merged_rows, signals
     from router_replay.engines.vllm.plugin.routes import delivery, frontend
 
     frontend.install()
     worker.install()
     delivery.install()
+    merged_rows.install()
     signals.install()
+    dynamo.install()
 
 
 def _refuse(reason: str) -> None:

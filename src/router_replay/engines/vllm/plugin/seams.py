@@ -89,6 +89,9 @@ SEAMS: tuple[Seam, ...] = (
         "called",
         "the weight-transfer backend router_replay",
     ),
+    Seam(
+        "vllm.outputs:RequestOutput", "add", "wrapped", "merged answers keep their rows", ("next_output", "aggregate")
+    ),
     Seam("vllm.v1.engine.core:EngineCoreProc", "run_busy_loop", "wrapped", "Ctrl-C is left to the engine's owner"),
     Seam(
         "vllm.v1.engine.core_client:MPClient",
