@@ -86,11 +86,18 @@ class EngineConfig(Block):
 
     old_names: ClassVar[Mapping[str, str]] = {"quantise": "quantize"}
 
-    kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
+    behind_url: ClassVar[tuple[str, ...]] = ("vllm_http", "sglang", "dynamo")
+    """The kinds that connect to a server which runs already."""
+
+    kind: Literal["embedded", "vllm", "vllm_http", "sglang", "dynamo"] = "embedded"
     url: str = ""
-    """The server's address for vllm_http and sglang, without a user name or password."""
+    """The server's address for vllm_http and sglang, and the frontend's for dynamo, without a user name or password."""
+    workers: list[str] = Field(default_factory=list)
+    """The addresses of the workers' system servers, for dynamo: they get the new weights."""
+    model: str = ""
+    """The name under which dynamo serves the model; empty: the only one that it serves."""
     api_key_env: str = ""
-    """The environment variable with the server's key, for vllm_http and sglang. The key itself is not a setting."""
+    """The environment variable with the server's key, for an engine with a url. The key itself is not a setting."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     quantize: Literal["none", "fp8"] = "none"
     """fp8: give the engine weights that were rounded to FP8 blocks, as an FP8 engine would have."""
@@ -107,6 +114,11 @@ class EngineConfig(Block):
             return checked_url(url) if url else url
         except EngineError as error:
             raise ConfigError(str(error)) from None
+
+    @field_validator("workers")
+    @classmethod
+    def _workers_without_password(cls, urls: list[str]) -> list[str]:
+        return [cls._url_without_password(url) for url in urls]
 
     @field_validator("api_key_env")
     @classmethod
