@@ -31,9 +31,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 @pytest.fixture
 def engine(stub: Stub) -> Iterator[DynamoEngine]:
     """By completions, without the plugin, with the caller's word that the workers run on GPUs."""
-    with DynamoEngine(
-        stub.url, SPEC, workers=[stub.url], timeout=5, end_of_sequence=[END], gpu_workers=True
-    ) as engine:
+    with DynamoEngine(stub.url, SPEC, workers=[stub.url], timeout=5, end_of_sequence=[END], gpu_workers=True) as engine:
         stub.asked.clear()
         stub.headers.clear()
         yield engine

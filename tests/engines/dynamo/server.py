@@ -25,7 +25,11 @@ OK = Reply({"status": "ok"})
 NO_ROUTE = Reply({"message": f"Route not found: POST {GENERATE}", "type": "Not Found", "code": 404}, 404)
 NO_PLUGIN = Reply({"error": "Route not found", "message": f"Route {PLUGIN} not found"}, 404)
 UNKNOWN_FIELD = Reply(
-    {"message": "Failed to deserialize: unknown field `routed_experts_prompt_start`", "type": "Bad Request", "code": 400},
+    {
+        "message": "Failed to deserialize: unknown field `routed_experts_prompt_start`",
+        "type": "Bad Request",
+        "code": 400,
+    },
     400,
 )
 CANCELLED = Reply({"error": {"message": "request was cancelled", "type": "request_cancelled", "code": 499}}, 499)

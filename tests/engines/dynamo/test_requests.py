@@ -81,19 +81,19 @@ def test_rows_before_the_start_are_cut_off_here(engine: DynamoEngine, stub: Stub
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (Reply(b"<html>"), "not understood"),
+        (Reply(b"<html>"), "not the expected JSON"),
         (Reply({"choices": []}), "got 0"),
         (Reply({"choices": [{"index": 0}, {"index": 1}]}), "got 2"),
-        (Reply({"choices": [{"index": 0}]}), "no usage in the answer"),
+        (Reply({"choices": [{"index": 0}]}), "the answer has no usage"),
         (answer(nvext={"routed_experts": None}), "vLLM up to 0.30 loses the rows.*ROUTER_REPLAY_VLLM=1"),
         (answer(nvext={"completion_token_ids": None}), "completion_token_ids"),
-        (answer(nvext={"completion_token_ids": [1, 2]}), "2 tokens came with log-probs"),
-        (answer(logprobs=None), "3 tokens came with log-probs"),
-        (answer(logprobs={"token_logprobs": [-1.0, None, -1.0]}), "3 tokens came with log-probs"),
+        (answer(nvext={"completion_token_ids": [1, 2]}), "a log-prob for each of 2 tokens"),
+        (answer(logprobs=None), "a log-prob for each of 3 tokens"),
+        (answer(logprobs={"token_logprobs": [-1.0, None, -1.0]}), "a log-prob for each of 3 tokens"),
         (answer(finish_reason="content_filter"), "content_filter"),
-        (answer(start=1), "asked for rows from 0 on, they start at 1"),
+        (answer(start=1), "rows from position 0 on, got rows from 1 on"),
         (answer(routes=random_routes(5, SPEC)), "expected 6 rows"),
-        (answer(usage={"prompt_tokens": 6}), r"prompt of 6 tokens, 4 were sent.*migration"),
+        (answer(usage={"prompt_tokens": 6}), r"a prompt of 4 tokens, Dynamo computed one of 6.*migration"),
         (answer(nvext={"routed_experts": {"data": "AAAA", "shape": [6, 4, 4], "start": 0, "dtype": "uint8"}}), "bytes"),
         (
             answer(nvext={"routed_experts": {"data": "AAAA", "shape": [1, 4, 4], "start": 9, "dtype": "uint8"}}),
@@ -111,7 +111,7 @@ def test_bad_answers_are_refused(engine: DynamoEngine, stub: Stub, reply: Reply,
 
 def test_half_an_answer_is_no_sample(engine: DynamoEngine, stub: Stub) -> None:
     stub.answers[COMPLETIONS] = Reply(answer().body, sent=50)
-    with pytest.raises(EngineError, match="broke before the answer was whole"):
+    with pytest.raises(EngineError, match="broke before the answer was complete"):
         one(engine)
     assert len(stub.bodies(COMPLETIONS)) == 1
 
@@ -142,7 +142,7 @@ def test_an_abort_before_the_first_token(engine: DynamoEngine, stub: Stub) -> No
 
 
 def test_what_completions_cannot_do_is_refused(engine: DynamoEngine, stub: Stub) -> None:
-    with pytest.raises(EngineError, match="ignores the stop tokens.*DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1"):
+    with pytest.raises(EngineError, match=r"ignores the stop tokens.*DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1"):
         one(engine, Request(PROMPT, Sampling(3, stop_token_ids=(3,), ignore_eos=True)))
     with pytest.raises(EngineError, match="DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1"):
         one(engine, Request(PROMPT, Sampling(3), forced_routes=random_routes(2, SPEC)))
@@ -179,10 +179,10 @@ def test_an_aborted_generate_is_an_empty_abort(whole: DynamoEngine, stub: Stub) 
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (Reply(b"<html>"), "not understood"),
+        (Reply(b"<html>"), "not the expected JSON"),
         (generated(n=2), "asked for 1 samples, got 2"),
         (generated(routed_experts=None), "vLLM up to 0.30 loses the rows"),
-        (generated(start=1), "asked for rows from 0 on, they start at 1"),
+        (generated(start=1), "rows from position 0 on, got rows from 1 on"),
         (generated(finish_reason="content_filter"), "content_filter"),
         (generated(logprobs=None), "3 tokens, 0 log-probs"),
         (generated(routed_experts="AAAA"), "Dynamo"),

@@ -15,7 +15,9 @@ from tests.engines.dynamo.server import COMPLETIONS, GENERATE, OK, PROMPT, SPEC,
 from tests.engines.stub import Reply, Stub, eventually
 
 
-def in_flight(engine: Engine, request: Request, running: Callable[[], bool]) -> tuple[threading.Thread, list[Completion]]:
+def in_flight(
+    engine: Engine, request: Request, running: Callable[[], bool]
+) -> tuple[threading.Thread, list[Completion]]:
     landed: list[Completion] = []
     thread = threading.Thread(target=lambda: landed.extend(engine.generate([request])))
     thread.start()
@@ -75,7 +77,7 @@ def test_the_plugin_keeps_the_tokens_of_an_aborted_request(whole: DynamoEngine, 
 
     stub.answers |= {GENERATE: generate, "/engine/router_replay": route}
     request = Request(PROMPT, Sampling(max_tokens=9), id="mine")
-    thread, landed = in_flight(whole, request, lambda: len(stub.bodies(GENERATE)) == 1)
+    thread, _ = in_flight(whole, request, lambda: len(stub.bodies(GENERATE)) == 1)
     [name] = [headers["x-dynamo-request-id"] for headers in stub.headers if "x-dynamo-request-id" in headers]
     [partial] = whole.abort(["mine"])
     thread.join(10)
@@ -98,7 +100,7 @@ def test_weights_by_the_plugin(whole: DynamoEngine, stub: Stub, plugin: Plugin) 
 
 def test_weights_that_the_plugin_refuses_change_nothing(whole: DynamoEngine, plugin: Plugin) -> None:
     plugin.refuses = "no .safetensors file in /weights"
-    with pytest.raises(EngineError, match="no .safetensors file"):
+    with pytest.raises(EngineError, match=r"no \.safetensors file"):
         whole.update_weights("/weights", version=1)
     assert plugin.methods() == ["router_replay_find_weights"]
     assert one(whole).versions.tolist() == [0, 0, 0]
@@ -147,7 +149,7 @@ def test_a_worker_that_says_error_with_200_ends_the_engine(engine: DynamoEngine,
     stub.answers["/engine/update_weights_from_disk"] = Reply({"status": "error", "message": "no such folder"})
     with pytest.raises(EngineError, match="no such folder"):
         engine.update_weights("/nowhere", version=1)
-    with pytest.raises(EngineError, match="what the workers hold is unknown"):
+    with pytest.raises(EngineError, match="may serve different weights"):
         one(engine)
 
 
@@ -155,7 +157,7 @@ def test_who_cannot_load_says_why(stub: Stub) -> None:
     with DynamoEngine(stub.url, SPEC) as engine, pytest.raises(EngineError, match="no workers= were given"):
         engine.update_weights("/weights", version=1)
     with DynamoEngine(stub.url, SPEC, workers=[stub.url]) as engine:
-        with pytest.raises(EngineError, match="wrong experts on a CPU.*gpu_workers=True"):
+        with pytest.raises(EngineError, match=r"wrong experts on a CPU.*gpu_workers=True"):
             engine.update_weights("/weights", version=1)
         with pytest.raises(EngineError, match="Hugging Face folder"):
             engine.update_weights(type("Shared", (), {"info": dict})(), version=1)

@@ -83,31 +83,36 @@ def sample_of(body: bytes, request: Request, index: int, spec: RouterSpec) -> Sa
     """Read the answer for sample `index`. Raises EngineError if it is invalid, or glued together from two workers."""
     answer = decoded(body, _Answer, f"{request.id}: Dynamo's answer")
     if len(answer.choices) != 1:
-        raise EngineError(f"{request.id}: asked for one choice, got {len(answer.choices)}; nvext holds the rows of one")
+        raise EngineError(
+            f"{request.id}: expected one choice, since nvext has the rows of one, got {len(answer.choices)}"
+        )
     [choice], nvext, prompt = answer.choices, answer.nvext or _Nvext(), len(request.token_ids)
     if choice.index != 0:
-        raise EngineError(f"{request.id}: asked for one choice, and its index is {choice.index}, expected 0")
+        raise EngineError(f"{request.id}: expected index 0 of the only choice, got {choice.index}")
     if answer.usage is None:
         raise EngineError(
-            f"{request.id}: no usage in the answer, which says whether one worker computed it: this is no Dynamo, or a "
-            "proxy removed it"
+            f"{request.id}: the answer has no usage, which shows whether one worker computed all of it: this is not "
+            "Dynamo, or a proxy removed the field"
         )
     if answer.usage.prompt_tokens != prompt:
         raise EngineError(
-            f"{request.id}: Dynamo computed a prompt of {answer.usage.prompt_tokens} tokens, {prompt} were sent: a "
-            "worker died and another one went on (migration), and computed the rows of earlier tokens anew. Send the "
-            "request again; --migration-limit 0 on the frontend makes this an error at once"
+            f"{request.id}: expected a prompt of {prompt} tokens, Dynamo computed one of {answer.usage.prompt_tokens}: "
+            "a worker died, and another one continued (migration) and computed the rows of earlier tokens again. Send "
+            "the request again. With --migration-limit 0 the frontend itself reports the error"
         )
     if not answer.usage.completion_tokens:  # aborted before the first token
         return Sample(index, [], [], None, choice.finish_reason)
     if nvext.completion_token_ids is None:
         raise EngineError(
-            f"{request.id}: no nvext.completion_token_ids in the answer: this Dynamo is too old to return tokens"
+            f"{request.id}: the answer has no nvext.completion_token_ids: this Dynamo is too old to return token ids, "
+            "install a newer one"
         )
     tokens = nvext.completion_token_ids
     logprobs = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
     if len(logprobs) != len(tokens) or None in logprobs:
-        raise EngineError(f"{request.id}: {len(tokens)} tokens came with log-probs {str(logprobs)[:200]}")
+        raise EngineError(
+            f"{request.id}: expected a log-prob for each of {len(tokens)} tokens, got {str(logprobs)[:200]}"
+        )
     rows = None if nvext.routed_experts is None else _rows(nvext.routed_experts, request, spec)
     return Sample(index, tokens, [float(value or 0) for value in logprobs], rows, choice.finish_reason)
 
@@ -124,5 +129,5 @@ def _rows(value: dict[str, Any] | str, request: Request, spec: RouterSpec) -> Ro
         rows = wire.from_dynamo(value, spec, prompt_length=len(request.token_ids), allow_zero_layers=True)
         start = wire.peer_start(value)
     if start > request.start:
-        raise EngineError(f"{request.id}: asked for rows from {request.start} on, they start at {start}")
+        raise EngineError(f"{request.id}: expected rows from position {request.start} on, got rows from {start} on")
     return rows[request.start - start :]

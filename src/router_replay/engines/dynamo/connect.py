@@ -80,12 +80,14 @@ async def _served(frontend: Http, model: str | None) -> str:
         served = [str(one["id"]) for one in listed["data"]]
     except (KeyError, TypeError) as error:
         came = str(listed)[:200]
-        raise EngineError(f"{frontend.url}/v1/models answered {came}. Is this Dynamo?") from error
+        raise EngineError(
+            f"{frontend.url}/v1/models: expected a list of models, got {came}. Is this Dynamo?"
+        ) from error
     if not served:
         raise EngineError(f"{frontend.url} serves no model yet: wait until a worker has registered")
     name = served[0] if model is None and len(served) == 1 else model
     if name not in served:
-        raise EngineError(f"{frontend.url} serves {served}, not {name!r}: pass model=")
+        raise EngineError(f"{frontend.url} serves the models {served}, not {name!r}: pass model= with one of them")
     return name
 
 
@@ -104,7 +106,7 @@ async def _report(worker: Http) -> PluginReport | None:
     try:
         return msgspec.convert(first, PluginReport)
     except msgspec.ValidationError as error:
-        raise EngineError(f"{place} was not understood: {error}") from error
+        raise EngineError(f"{place} is not the expected JSON: {error}") from error
 
 
 def _agreed(workers: Sequence[Http], reports: Sequence[PluginReport | None]) -> PluginReport | None:

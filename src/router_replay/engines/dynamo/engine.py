@@ -28,7 +28,7 @@ from router_replay.spec import RouterSpec
 
 
 class DynamoEngine(RemoteEngine):
-    """Connects to one Dynamo frontend.
+    """Connects to one Dynamo frontend at `url`.
 
     `spec` and `vocabulary` describe the model; with the plugin in the workers they can be left out. `model` is the
     served name, needed if the frontend serves several. `workers` are the URLs of the workers' system servers; without
@@ -42,8 +42,9 @@ class DynamoEngine(RemoteEngine):
 
     `settings` are the workers' engine arguments, if the caller knows them. Arguments that make rows stale (KV offload,
     a KV connector, context or pipeline parallel, prefill/decode) are refused here, because Dynamo does not report
-    them. `timeout` limits one generation or weight update, in seconds; `api_key` is sent to the frontend and to the
-    workers. `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
+    them. `version` is the policy version of the weights that the workers have now. `timeout` limits one generation or
+    weight update, in seconds; `api_key` is sent to the frontend and to the workers. `allow_zero_layers` is for top-1
+    models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
     server = "Dynamo"
@@ -123,38 +124,46 @@ class DynamoBackend(VllmBackend):
             )
 
     async def stop(self, flights: Sequence[Flight]) -> None:
+        """Ask every worker to end these requests."""
         await self.transport.abort([name for flight in flights for name in flight.names])
 
     async def hold(self, kept: Sequence[Flight]) -> None:
+        """Pause all workers. Raises EngineError if there are requests in `kept` and no workers."""
         if self.transport.workers:
             await super().hold(kept)
         elif kept:
-            raise EngineError(f"requests cannot be kept: {NO_WORKERS}. Choose in_flight='abort' or 'wait'")
+            raise EngineError(
+                f"in_flight='keep' is not possible: {NO_WORKERS}. Pass workers=, or in_flight='abort' or 'wait'"
+            )
         # Without workers nothing is held: this engine's requests have ended, and new ones wait until it resumes.
 
     async def go(self) -> None:
+        """Resume all workers."""
         if self.transport.workers:
             await super().go()
 
     async def find(self, source: WeightSource) -> None:
+        """Raise EngineError if the workers cannot load these weights."""
         if not self.capabilities.versions:
             raise EngineError(f"weights cannot be loaded: {self.transport.found.no_weights}")
         if self.transport.found.plugin:
             await super().find(source)
 
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
+        """Load weights in every worker: by the plugin, or else by vLLM's own reload."""
         if self.transport.found.plugin:
             return await super().load(source, version, kept)
         if kept:
             raise EngineError(
                 "in_flight='keep' would mix two policies in one answer, and without the plugin in the workers Dynamo "
-                "does not say where the change lies: choose 'abort' or 'wait'"
+                "does not say which tokens come from which: pass in_flight='abort' or 'wait'"
             )
         try:
             await self.transport.reload(checks.folder(source), version)
         except EngineError as error:  # an error answer does not say whether the weights were touched
             raise BrokenError(
-                f"a worker did not load {source}, so what the workers hold is unknown: {error}; start them anew"
+                f"not every worker loaded {source}, so the workers may serve different weights: {error}. Restart the "
+                "workers, then create a new engine"
             ) from error
         self._updates += 1
         return {}

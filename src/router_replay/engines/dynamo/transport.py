@@ -101,7 +101,8 @@ class DynamoTransport(Transport):
 
         def rows(value: Any, spec: RouterSpec, **options: Any) -> Any:
             if wire.peer_start(value) != request.start:
-                raise EngineError(f"asked for rows from {request.start} on, they start at {wire.peer_start(value)}")
+                start = wire.peer_start(value)
+                raise EngineError(f"expected rows from position {request.start} on, got rows from {start} on")
             return wire.from_dynamo(value, spec, prompt_length=len(request.token_ids), **options)
 
         try:
@@ -130,7 +131,8 @@ class DynamoTransport(Transport):
         if status < 500:
             return error
         return EngineError(
-            f"{error}. Nothing of the request was used. A frontend answers so too if a worker died while it computed"
+            f"{error}. The frontend also answers this if a worker died while it computed the request; no part of the "
+            "answer was used"
         )
 
     def _finish_reason(self, sample: Sample, flight: Flight) -> str | None:
@@ -171,6 +173,7 @@ class DynamoTransport(Transport):
                 await self._tell_all("/engine/abort_request", {"request_id": request_id(name)})
 
     async def pause(self, mode: InFlight) -> None:
+        """Pause all workers, or none if one of them refuses."""
         try:
             await self._tell_all("/engine/pause_generation", {"mode": mode, "clear_cache": False})
         except BaseException:
@@ -179,9 +182,11 @@ class DynamoTransport(Transport):
             raise
 
     async def resume(self) -> None:
+        """Resume all workers."""
         await self._tell_all("/engine/resume_generation", {})
 
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
+        """Call a method of the plugin in every worker. The reported progress of requests has our names."""
         if not self.found.plugin:
             raise EngineError(f"{method} needs the plugin in the workers: {self.found.no_weights}")
         answers = await self._tell_all(PLUGIN_ROUTE, {"method": method, "kwargs": arguments})
@@ -194,6 +199,7 @@ class DynamoTransport(Transport):
         return [{**result, "progress": ours} if "progress" in result else result for result in results]
 
     async def reset_prefix_cache(self) -> bool:
+        """Reset the prefix caches; return whether every worker did."""
         answers = await self._tell_all(PLUGIN_ROUTE, {"method": "reset_prefix_cache"})
         return all(answer.get("reset") is True for answer in answers)
 
@@ -206,6 +212,7 @@ class DynamoTransport(Transport):
         return list(await asyncio.gather(*(tell(worker, path, body) for worker in self.workers)))
 
     async def close(self) -> None:
+        """Close the connections to the frontend and to the workers."""
         await asyncio.gather(self._frontend.close(), *(worker.close() for worker in self.workers))
 
 
@@ -221,7 +228,7 @@ def told(worker: Http, path: str, status: int, answer: bytes) -> dict[str, Any]:
         raise refusal(f"{worker.url}{path}", status, answer)
     value = parsed(answer, f"{worker.url}{path}")
     if not isinstance(value, dict) or value.get("status") != "ok":
-        raise EngineError(f"{worker.url}{path} answered {message_of(answer)!r}, expected status 'ok'")
+        raise EngineError(f"{worker.url}{path}: expected status 'ok', got {message_of(answer)}")
     return value
 
 

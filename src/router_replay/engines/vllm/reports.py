@@ -49,10 +49,10 @@ def read_report(report: PluginReport, place: str, spec: RouterSpec | None, vocab
         stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
     except Exception as error:  # the server may send anything
         raise EngineError(
-            f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+            f"the model's config in the answer of {place} cannot be used: {type(error).__name__}: {error}"
         ) from error
     if spec is not None and spec != found:
-        raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
+        raise EngineError(f"the model of {place} has {found}, but spec={spec} was given")
     return ServedModel(found, tokens, stops)
 
 
@@ -61,5 +61,5 @@ def _settings(text: str, place: str) -> dict[str, Any]:
     config = parsed(text, place)
     config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
-        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
+        raise EngineError(f"{place}: expected a JSON object as the model's config, got {text[:200]}")
     return config
