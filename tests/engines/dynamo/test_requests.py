@@ -97,7 +97,7 @@ def test_rows_before_the_start_are_cut_off_here(engine: DynamoEngine, stub: Stub
         (answer(nvext={"routed_experts": {"data": "AAAA", "shape": [6, 4, 4], "start": 0, "dtype": "uint8"}}), "bytes"),
         (
             answer(nvext={"routed_experts": {"data": "AAAA", "shape": [1, 4, 4], "start": 9, "dtype": "uint8"}}),
-            "beyond",
+            "at most prompt_length=4, got 9",
         ),
         (answer(nvext={"routed_experts": {"data": ""}}), "shape"),
         (DIED, "internal server error.*a worker died"),

@@ -120,7 +120,7 @@ plugin.register()
 plugin.register()
 after = touched()
 wrapped = [(s.owner, s.name) for s in table if s.use == "wrapped" and s.name != "run_busy_loop"]
-assert len(wrapped) == 5 and all(after[place] is not before[place] for place in wrapped)
+assert len(wrapped) == 6 and all(after[place] is not before[place] for place in wrapped)
 assert hasattr(Worker, "router_replay_update_weights")
 print("all")
 """
