@@ -20,7 +20,7 @@ from typing import Any
 from tests.dynamo_real import environment
 from tests.engines.conftest import ENVIRONMENT, SHAPE
 
-SECONDS = 300  # to start, on a machine that does other work
+SECONDS = 600  # to start, on a machine that does other work
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 
 
