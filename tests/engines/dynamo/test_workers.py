@@ -126,6 +126,43 @@ def test_a_kept_request_has_two_versions(whole: DynamoEngine, stub: Stub, plugin
     assert completion.routes.versions.tolist() == [0, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_request_of_a_dead_worker_is_sent_again_unless_weights_changed(
+    whole: DynamoEngine, stub: Stub, plugin: Plugin, keep: bool
+) -> None:
+    """Dynamo answers 503. A new answer is of the weights of now, and a kept request has rows of older ones."""
+    dead = threading.Event()
+
+    def generate(_: Any) -> Reply:
+        if len(stub.bodies(GENERATE)) > 1:
+            return generated(3)
+        dead.wait(10)
+        return Reply({"message": "Service temporarily unavailable", "code": 503}, 503)
+
+    stub.answers[GENERATE] = generate
+    said: list[Any] = []
+
+    def ask() -> None:
+        try:
+            said.append(one(whole, Request(PROMPT, Sampling(3))))
+        except EngineError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    eventually(lambda: len(stub.bodies(GENERATE)) == 1)
+    if keep:
+        [name] = [headers["x-dynamo-request-id"] for headers in stub.headers if "x-dynamo-request-id" in headers]
+        plugin.progress = {f"{name}-0a1b2c3d": 5}
+        whole.update_weights("/weights/1", version=1, in_flight="keep")
+    dead.set()
+    thread.join(10)
+    if keep:
+        assert "a worker died" in said[0]
+    else:
+        assert said[0].versions.tolist() == [0, 0, 0]
+
+
 def test_a_cache_that_is_not_reset_ends_the_engine(whole: DynamoEngine, plugin: Plugin) -> None:
     plugin.reset = False
     with pytest.raises(EngineError, match="did not reset its prefix cache"):

@@ -93,7 +93,7 @@ class DynamoTransport(Transport):
             "sampling_params": sampling_arguments(request, self.found.end_of_sequence or (), as_text=True),
             "cache_salt": flight.salt,
         }
-        status, answer = await self._post(GENERATE, body, flight.name, request, request.sampling.n)
+        status, answer = await self._post(GENERATE, body, flight, 0, request.sampling.n)
         if status == ABORTED:
             return nothing(request)
         if status != 200:
@@ -113,7 +113,7 @@ class DynamoTransport(Transport):
     async def _complete(self, flight: Flight, index: int) -> list[Sample]:
         request = flight.request
         body = completions_body(request, index, self.found.model, flight.salt, self.found.prompt_start)
-        status, answer = await self._post(COMPLETIONS, body, flight.names[index], request, 1)
+        status, answer = await self._post(COMPLETIONS, body, flight, index, 1)
         if status != 200:
             raise self._refusal(request, status, answer)
         try:
@@ -121,10 +121,21 @@ class DynamoTransport(Transport):
         except RouterReplayError as error:
             raise error if isinstance(error, EngineError) else EngineError(f"{request.id}: {error}") from error
 
-    async def _post(self, path: str, body: Any, name: str, request: Request, samples: int) -> tuple[int, bytes]:
-        limit = answer_limit(request, self.spec, samples=samples)
-        headers = {"x-dynamo-request-id": request_id(name)}
-        return await self._frontend.request("POST", path, body, headers=headers, patient=True, limit=limit)
+    async def _post(self, path: str, body: Any, flight: Flight, index: int, samples: int) -> tuple[int, bytes]:
+        """Send a request; one that Dynamo turns away is sent again.
+
+        Dynamo also answers 503 for a request whose worker died. It may be sent again from its start, but not after the
+        weights changed under it: the new answer would be of the new weights alone.
+        """
+        return await self._frontend.request(
+            "POST",
+            path,
+            body,
+            headers={"x-dynamo-request-id": request_id(flight.names[index])},
+            retry_if=lambda: not flight.swapped,
+            patient=True,
+            limit=answer_limit(flight.request, self.spec, samples=samples),
+        )
 
     def _refusal(self, request: Request, status: int, answer: bytes) -> EngineError:
         error = refusal(f"{request.id}: {self._frontend.url}", status, answer)
