@@ -1,5 +1,5 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | docs | wheel | bench | fuzz | mutants | families | test-sglang | test-vllm-newest | clean
+# make setup | check | docs | wheel | bench | fuzz | mutants | families | test-sglang | test-dynamo | test-vllm-newest | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang test-vllm-newest check docs wheel bench fuzz mutants families clean
+.PHONY: setup demo test test-sglang test-dynamo test-vllm-newest check docs wheel bench fuzz mutants families clean
 
 setup: $(READY)
 
@@ -37,6 +37,10 @@ test: setup
 test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment
 	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
+
+test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
+	@$(BIN)/python -m tests.dynamo_real.environment
+	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py
 
 test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.vllm_newest

@@ -152,6 +152,9 @@ SEAMS: tuple[Seam, ...] = (
         "ignores Ctrl-C; the engine's owner handles it",
     ),
     Seam(
+        "vllm.outputs:RequestOutput", "add", "wrapped", "keeps the rows of merged answers", ("next_output", "aggregate")
+    ),
+    Seam(
         "vllm.v1.engine.core_client:MPClient",
         "__init__",
         "wrapped",
