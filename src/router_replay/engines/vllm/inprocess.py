@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from router_replay.engines import checks
 from router_replay.engines.backend import Flight
@@ -32,6 +32,7 @@ from router_replay.spec import RouterSpec
 class VllmEngine(VllmClient):
     """Starts and owns a vLLM engine. With `forced_routes=False` its routers are not modified.
 
+    `router_dtype="float32"` computes the routers' logits in float32, whatever the dtype of the model is.
     `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
@@ -42,14 +43,18 @@ class VllmEngine(VllmClient):
         version: int = 0,
         forced_routes: bool = True,
         allow_zero_layers: bool = False,
+        router_dtype: Literal["model", "float32"] = "model",
         **engine_arguments: Any,
     ) -> None:
+        checks.router_dtype(router_dtype)
         super().__init__(
-            lambda: _start(str(model), forced_routes, engine_arguments), version, allow_zero_layers=allow_zero_layers
+            lambda: _start(str(model), forced_routes, router_dtype, engine_arguments),
+            version,
+            allow_zero_layers=allow_zero_layers,
         )
 
 
-async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
+async def _start(model: str, forced_routes: bool, router_dtype: str, engine_arguments: dict[str, Any]) -> Transport:
     try:
         import vllm
     except ImportError as error:
@@ -67,7 +72,7 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
     problems = seams.problems()
     if problems:
         raise EngineError(f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}")
-    with environment(_variables(forced_routes)):
+    with environment(_variables(forced_routes, router_dtype)):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -110,10 +115,11 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     )
 
 
-def _variables(forced_routes: bool) -> dict[str, str]:
+def _variables(forced_routes: bool, router_dtype: str = "model") -> dict[str, str]:
     """Return the environment variables that enable the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
-    return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    variables = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    return {**variables, plugin.ROUTER_DTYPE: "" if router_dtype == "model" else router_dtype}
 
 
 class _InProcess(Transport):

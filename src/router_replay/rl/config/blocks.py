@@ -66,6 +66,8 @@ class ModelConfig(Block):
     path: str = TINY
     """A Hugging Face folder, or "tiny": the small Qwen3-MoE that comes with the package."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    router_dtype: Literal["model", "float32"] = "model"
+    """float32: the routers' weights and logits are float32, in the trainer and in an engine that the run starts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
     use_kernels: bool = False

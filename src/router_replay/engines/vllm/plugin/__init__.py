@@ -1,7 +1,7 @@
 """Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
-ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies six
+ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies seven
 things:
 
     forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
@@ -12,6 +12,7 @@ things:
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            routes/delivery.py
+    float32 routers    on request, the routers' logits are computed in float32             routes/precision.py
     Ctrl-C             is left to the process that started the engine                      repairs/signals.py
 
 `seams.py` lists every place in vLLM that the plugin touches. The whole list is checked before anything is changed.
@@ -29,6 +30,7 @@ import os
 from router_replay.errors import EngineError
 
 ENVIRONMENT = "ROUTER_REPLAY_VLLM"
+ROUTER_DTYPE = "ROUTER_REPLAY_VLLM_ROUTER_DTYPE"
 REQUIRED, OBSERVE = "required", "observe"
 # The name of our backend in vLLM's --weight-transfer-config.
 BACKEND = "router_replay"
@@ -55,11 +57,12 @@ def register() -> None:
         return
     from router_replay.engines.vllm.plugin import worker
     from router_replay.engines.vllm.plugin.repairs import signals
-    from router_replay.engines.vllm.plugin.routes import delivery, frontend
+    from router_replay.engines.vllm.plugin.routes import delivery, frontend, precision
 
     frontend.install()
     worker.install()
     delivery.install()
+    precision.install()
     signals.install()
 
 

@@ -2,7 +2,8 @@
 
 `register` checks the whole table before it changes anything. If one seam of the part "core" does not fit, nothing is
 patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
-leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the table.
+leave the engine core as vLLM sends them. Those of "precision" are needed if float32 routers are asked for.
+`report()["seams"]` of an engine contains the table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery"]
+Part = Literal["core", "delivery", "precision"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 
 
@@ -54,6 +55,7 @@ _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _ROUTERS = "vllm.model_executor.layers.fused_moe.router"
+_LINEAR = "vllm.model_executor.layers.linear"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -123,6 +125,23 @@ SEAMS: tuple[Seam, ...] = (
         ("routed_experts", "new_token_ids", "new_logprobs"),
         "delivery",
     ),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        "__init__",
+        "wrapped",
+        "the weights of a router become float32 before they are loaded",
+        ("gate", "shared_expert_gate", "layer_name"),
+        "precision",
+    ),
+    Seam(
+        f"{_LINEAR}:ReplicatedLinear",
+        "forward",
+        "called",
+        "a router computes its logits in float32",
+        ("x",),
+        "precision",
+    ),
+    Seam(f"{_LINEAR}:UnquantizedLinearMethod", "", "read", "quantized routers are refused", (), "precision"),
     Seam(
         "vllm.v1.outputs:LogprobsLists",
         "",

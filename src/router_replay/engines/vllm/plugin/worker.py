@@ -16,7 +16,7 @@ import numpy as np
 from router_replay import __version__
 from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, seams
 from router_replay.engines.vllm.plugin.repairs.seeds import HeldGenerators
-from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.engines.vllm.plugin.routes import delivery, precision
 from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
 from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
@@ -35,6 +35,7 @@ class WorkerState:
                 f"{type(runner).__module__}.{type(runner).__name__} has no _prepare_inputs, where forced rows and "
                 f"progress are noted: set VLLM_USE_V2_MODEL_RUNNER=0, or switch the plugin off ({ENVIRONMENT}=0)"
             )
+        precision.refuse_unconverted(runner.get_model())
         self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
         self.rules: dict[str, int] = {}
