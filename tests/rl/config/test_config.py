@@ -180,9 +180,9 @@ def test_a_secret_in_the_settings_is_not_in_the_errors_of_pydantic_either() -> N
 def test_a_password_in_a_url_is_refused_with_the_way_out() -> None:
     [_, line] = problems_of(None, ["engine.url=http://user:hunter2@host:8000"])
     assert line.strip() == (
-        "engine.url: the URL of a server must not hold a user name or password (before @host:8000): give it as "
-        "http://HOST:PORT, put the key into an environment variable, and name that as engine.api_key_env in a config, "
-        "or pass api_key= to the engine"
+        "engine.url: the URL of a server must not contain a user name or password (before @host:8000): write "
+        "http://HOST:PORT, and pass the key as api_key=, or in a config name the environment variable that holds the "
+        "key as engine.api_key_env"
     )
 
 
