@@ -103,5 +103,5 @@ def test_the_model_s_own_dtype_cannot_tell_them_apart(start: Callable[..., Engin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_dtype_is_refused(kind: str, start: Callable[..., Engine]) -> None:
-    with pytest.raises(EngineError, match='router_dtype must be "model" .* or "float32", got \'bfloat16\''):
+    with pytest.raises(EngineError, match=r"router_dtype must be .*, got 'bfloat16'"):
         start(kind, router_dtype="bfloat16")
