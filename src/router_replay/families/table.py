@@ -21,19 +21,19 @@ from router_replay.families.types import NOT_TRIED, YES, Family
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Holds the cells of one family. Each says "not tried" where nobody tried."""
+    """One line of the table. Each cell says "not tried" where nobody tried."""
 
-    family: str
+    family: str  # its folder in transformers.models
     since: str  # the oldest transformers in which it is found and replayed
     router: str  # the class whose choice is replayed
-    choice: str
+    choice: str  # the name of its Choice in lower case
     replay: str  # "yes" or why not; the next four fields likewise
     checkpointing: str
     compiles: str
-    float32_router: str
+    float32_router: str  # can its router compute in float32 in a bfloat16 model?
     packing: str  # are packed sequences kept apart?
     aux_loss: str  # what the family's own load-balancing loss sees under replay
-    note: str
+    note: str  # of the family's record
 
 
 HEAD = (

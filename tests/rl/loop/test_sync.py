@@ -105,7 +105,7 @@ def test_a_reward_function_that_raises_loses_nothing(make_config: Callable[..., 
         train(config)
     message = str(raised.value)
     assert "the grader fell over" in message
-    assert "go on with --resume" in message
+    assert "continue with --resume" in message
     assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000000"
     saved = [
         json.loads(line) for line in (config.output / "failed/step_000000/rollouts.jsonl").read_text().splitlines()
@@ -144,7 +144,7 @@ def test_whatever_is_raised_in_a_step_leaves_a_saved_state(
     with pytest.raises(expected) as raised:
         train(config)
     if kind is SystemExit:
-        assert "something in this run called sys.exit(0)" in str(raised.value)
+        assert "code of this run called sys.exit(0)" in str(raised.value)
     done = {"generate": 0, "write": 1}[phase]
     assert checkpoints.latest(config.output) == config.output / "checkpoints" / f"step_{done:06}"
 
