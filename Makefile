@@ -41,7 +41,7 @@ test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment 
 
 # The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
 # of .venv. A family that its transformers does not have is skipped.
-FAMILY_TESTS := tests/families tests/replay tests/forward/test_packing.py
+FAMILY_TESTS := tests/families tests/replay/test_families.py tests/replay/test_compile.py tests/forward/test_packing.py
 
 test-oldest test-newest: test-%: .venv-%/.ready
 	@$(<D)/bin/python -m pytest $(FAMILY_TESTS)

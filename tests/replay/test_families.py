@@ -218,8 +218,11 @@ def test_checkpointing_recomputes_with_the_routes_of_its_forward(
 
 
 @every_family
-def test_router_gradients_match_finite_differences(family: str) -> None:
+def test_router_gradients_match_finite_differences(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In double precision, out of training mode: phimoe's gradient in training is an estimate by design."""
+    if family == "flint":  # its router asks for float32, too coarse for the small slope of its tiny model
+        narrow = torch.Tensor.float
+        monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype is torch.float64 else narrow(x))
     model = tiny.make(family, dtype=torch.float64)
     model.model.eval()
     replayer = RouterReplay(model.model)

@@ -193,7 +193,12 @@ FAMILIES: tuple[Family, ...] = (
         compiles="no: the plain model raises while it is traced",
         note=f"decoder only; {_DROPS}",
     ),
-    _tried("unlimited_ocr", model_types=("unlimited_ocr_text",), config=_ONE_DENSE),
+    _tried(
+        "unlimited_ocr",
+        model_types=("unlimited_ocr_text",),
+        config=_ONE_DENSE,
+        packing=Packing(None, "its attention always sees the prompt at the start of the row"),
+    ),
     Family(
         "vitpose_backbone",
         no_router="chooses its expert by the dataset index that the caller passes: there is nothing to replay",
