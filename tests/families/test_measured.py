@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from router_replay.errors import ReplayError
 from router_replay.families import FAMILIES, measured
-from router_replay.families.from_modules import is_older
 from router_replay.families.types import Measured
+from router_replay.families.versions import installed, is_older, summary
 from router_replay.replay.replayer import RouterReplay
 from tests.families.found import try_family
 from tests.replay import tiny
@@ -62,6 +63,21 @@ def test_a_family_that_is_older_than_its_routers_names_is_refused(family: str) -
         pytest.skip(f"{family} needs transformers >= {since}")
     with pytest.raises(ReplayError, match=re.escape(f'pip install "transformers>={since}"')):
         RouterReplay(model)
+
+
+@pytest.mark.parametrize(
+    ("version", "count"), [("5.10.4", 24), ("5.19.0", 63), ("5.22.2", 70), ("6.0.0.dev0", 70), ("", 0)]
+)
+def test_the_summary_counts_what_the_version_has(version: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router_replay.families.versions.installed", lambda: version)
+    assert f"{count} of the 70 families" in summary()
+
+
+def test_versions_are_compared_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed() == transformers.__version__
+    for version, older in (("5.9.9", True), ("5.10.4", False), ("5.10.4.dev0", False), ("5.11.0", False)):
+        monkeypatch.setattr("router_replay.families.versions.installed", lambda version=version: version)
+        assert is_older("5.10.4") is older
 
 
 def _with_since(known: Measured, since: str) -> Measured:

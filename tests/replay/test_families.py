@@ -22,8 +22,9 @@ from router_replay import RouterSpec, Routes
 from router_replay.errors import ReplayError
 from router_replay.families import FAMILIES as RECORDS
 from router_replay.families import measured, table
-from router_replay.families.from_modules import find_routers, is_older
+from router_replay.families.from_modules import find_routers
 from router_replay.families.types import YES
+from router_replay.families.versions import is_older
 from router_replay.forward.router_precision import compute_routers_in_float32
 from router_replay.replay.replayer import RouterReplay
 from tests.replay import rules, tiny

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from router_replay.families import measured
-from router_replay.families.from_modules import is_older
+from router_replay.families.versions import is_older
 
 BATCH, LENGTH = 2, 6
 VOCAB = 64

@@ -14,8 +14,6 @@ import itertools
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,6 +21,7 @@ from router_replay.errors import ReplayError
 from router_replay.families import measured
 from router_replay.families.records import by_class, where_router
 from router_replay.families.types import Choice, Where
+from router_replay.families.versions import installed, is_older
 from router_replay.spec import RouterSpec
 
 # Attributes with the width of the tensor that is chosen from, most specific first: zaya can choose to skip,
@@ -127,11 +126,6 @@ def find_routers(model: nn.Module) -> Found:
     return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
 
 
-def is_older(version: str) -> bool:
-    """Return whether the installed transformers is older than `version`; a development version counts as released."""
-    return Version(transformers.__version__).release < Version(version).release
-
-
 def _refuse_older(modules: dict[str, nn.Module]) -> None:
     """Raise ReplayError if the model is of a family that replays with a newer transformers only."""
     for module in modules.values():
@@ -140,7 +134,7 @@ def _refuse_older(modules: dict[str, nn.Module]) -> None:
         if known is not None and is_older(known.since):
             raise ReplayError(
                 f"{type(module).__name__} is of the family {family}, whose routes can be replayed with transformers "
-                f"{known.since} or newer; {transformers.__version__} is installed: "
+                f"{known.since} or newer; {installed()} is installed: "
                 f'pip install "transformers>={known.since}"'
             )
 
