@@ -28,6 +28,10 @@ from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
+# vLLM's default is 5 s. On a busy machine its processes need longer than that to end, and a process that is killed
+# leaves its shared memory to Python's resource tracker, which warns about it.
+SHUTDOWN_SECONDS = 30.0
+
 
 class VllmEngine(VllmClient):
     """Starts and owns a vLLM engine. With `forced_routes=False` its routers are not modified.
@@ -168,6 +172,6 @@ class _InProcess(Transport):
         return bool(self._engine is not None and self._engine.errored)
 
     async def close(self) -> None:
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
         self._engine = None
         gc.collect()  # its __del__ fails if it runs at interpreter exit
