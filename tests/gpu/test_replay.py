@@ -72,7 +72,7 @@ def test_gradients_of_a_replayed_recording_are_the_live_ones(trainer: Trainer) -
 
 
 def test_packed_sequences_do_not_see_each_other(trainer: Trainer) -> None:
-    """Compare each sequence alone with the same one packed. bfloat16 rounds, so the effect of other rows is the scale."""
+    """Compare each sequence alone with itself in a packed batch. The scale for bfloat16 is what other rows change."""
     samples, others = samples_with(trainer, 3), samples_with(trainer, 4)
     swapped = [Sample(a.token_ids, a.logprobs, a.loss_mask, b.routes) for a, b in zip(samples, others, strict=True)]
     packed = {}
