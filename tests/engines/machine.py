@@ -174,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         except EngineError as error:
             refusal = str(error)
         if refusal:
-            held = in_flight == "wait" and self.paused and "finishes nothing" in refusal
+            held = in_flight == "wait" and self.paused and "finishes no request" in refusal
             mixed = loads and self.kind == "dynamo" and in_flight == "keep" and "mix two policies" in refusal
             assert held or mixed, refusal
             assert before

@@ -56,7 +56,7 @@ def test_two_requests_of_one_id_are_not_in_flight_together(engine: Engine, kind:
         given_up = asyncio.create_task(engine.submit(request))
         while len(stub.bodies(kind.generates_by)) == asked:
             await asyncio.sleep(0.01)
-        with pytest.raises(EngineError, match="twin: a request of this id is in flight"):
+        with pytest.raises(EngineError, match="twin: another request with this id is in flight"):
             await engine.submit(request)
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,7 +83,7 @@ def test_other_arguments_that_cannot_be_are_refused(engine: Engine, stub: Stub) 
         engine.pause("drop")  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="in_flight must be one of"):
         engine.update_weights("/weights", 1, "drop")  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="weights come from a Hugging Face folder"):
+    with pytest.raises(EngineError, match="weights must be the path of a Hugging Face folder"):
         engine.update_weights(None, 1)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="abort takes a list"):
         engine.abort("request-1")

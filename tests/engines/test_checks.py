@@ -125,10 +125,10 @@ def test_sampling_that_cannot_be(field: str, values: list[Any]) -> None:
         ({"sampling": {"n": 1}}, "sampling must be a Sampling"),
         ({"forced_routes": np.zeros((2, 2, 4))}, "forced_routes must be Routes"),
         ({"forced_routes": random_routes(3, SPEC)}, "3 forced rows"),
-        ({"id": ""}, "a request id is text"),
-        ({"id": 5}, "a request id is text"),
-        ({"id": ["x"]}, "a request id is text"),
-        ({"id": None}, "a request id is text"),
+        ({"id": ""}, "a request id must be a non-empty string"),
+        ({"id": 5}, "a request id must be a non-empty string"),
+        ({"id": ["x"]}, "a request id must be a non-empty string"),
+        ({"id": None}, "a request id must be a non-empty string"),
     ],
 )
 def test_requests_that_cannot_be(changes: dict[str, Any], message: str) -> None:

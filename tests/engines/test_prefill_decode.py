@@ -128,10 +128,10 @@ def test_rows_that_the_caller_knows_stay_out() -> None:
         ({}, {"versions": np.asarray([0, 0, 1, 1])}, r"policy versions \[0, 1\]"),
         ({"routes": WHOLE[: PROMPT - 1]}, {}, "expected 5 rows"),
         ({"routes": WHOLE[: PROMPT + 1]}, {}, "expected 5 rows"),
-        ({}, {"start": 6}, "behind the prompt"),
+        ({}, {"start": 6}, "expected at most 5, the end of the prompt"),
         ({}, {"routes": WHOLE[PROMPT + 1 :]}, "expected 3 decode rows"),
         ({}, {"start": 4}, "expected 4 decode rows"),
-        ({}, {"token_ids": np.zeros(0, np.int64)}, "by the decode server"),
+        ({}, {"token_ids": np.zeros(0, np.int64)}, "but nothing from the decode server"),
     ],
 )
 def test_answers_that_do_not_belong_together(prefill: dict[str, Any], decode: dict[str, Any], reason: str) -> None:

@@ -45,9 +45,11 @@ class Flight:
 
     @property
     def name(self) -> str:
+        """The name of the first sample, which stands for the whole request."""
         return self.names[0]
 
     def start(self, version: int) -> None:
+        """Mark the request as started with the weights of this version."""
         self.started, self.version = True, version
         self._spans = [[(0, version)] for _ in range(self.request.sampling.n)]
 
@@ -61,6 +63,7 @@ class Flight:
             self._spans[index] = [span for span in spans if span[0] < first] + [(first, version)]
 
     def row_versions(self, index: int, rows: int) -> np.ndarray:
+        """Return the version that computed each of the first `rows` rows of sample `index`."""
         versions = np.zeros(rows, np.int64)
         for first, version in self._spans[index]:
             versions[first:] = version
@@ -111,4 +114,5 @@ class Backend(abc.ABC):
         return False
 
     @abc.abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the connection or the processes of the engine."""

@@ -17,7 +17,7 @@ from router_replay.spec import RouterSpec
 class CaptureWatch:
     """Counts, for each layer, the rows since the last answer in which the layer used any expert other than 0.
 
-    It is used only on an engine's event loop.
+    With `allow_zero_layers` it checks nothing. It is used only on an engine's event loop.
     """
 
     def __init__(self, allow_zero_layers: bool) -> None:
@@ -38,5 +38,5 @@ class CaptureWatch:
             too_long = [column for column, count in self._zero_rows.items() if count >= NEVER_CAPTURED]
             if too_long:
                 count = min(self._zero_rows[column] for column in too_long)
-                advice = "; if expert 0 is really meant, start the engine object with allow_zero_layers=True"
+                advice = "; if these layers really choose expert 0, create the engine with allow_zero_layers=True"
                 raise EngineError(f"{completion.request_id}: {never_captured(spec, too_long, count, advice)}")

@@ -39,6 +39,7 @@ def number(value: Any, name: str) -> float:
 
 
 def flag(value: Any, name: str) -> bool:
+    """Return a bool, from Python or NumPy. Numbers and strings are refused."""
     if not _is_bool(value):
         raise EngineError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
@@ -61,10 +62,12 @@ def tokens(values: Any, name: str, vocabulary: int | None = None) -> tuple[int, 
 
 
 def version(value: Any) -> int:
+    """Return a policy version, which fits into int64 and is not negative."""
     return integer(value, "a policy version", 0, VERSION_LIMIT)
 
 
 def vocabulary(value: Any) -> int | None:
+    """Return a vocabulary size, or None if it is not known."""
     return None if value is None else integer(value, "vocabulary", 1, TOKEN_LIMIT + 1)
 
 
@@ -72,7 +75,7 @@ def seconds(value: Any, name: str) -> float:
     """Return a time limit in seconds. Zero and None are refused, because they would mean no limit."""
     limit = number(value, name)
     if limit <= 0:
-        raise EngineError(f"{name} must be above 0 seconds, got {value}")
+        raise EngineError(f"{name} must be more than 0 seconds, got {value}")
     return limit
 
 
@@ -84,17 +87,18 @@ def request_ids(values: Any) -> list[str] | None:
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise EngineError(f"abort takes a list of request ids, or None for all, got {shown(values)}")
+        raise EngineError(f"abort takes a list of request ids, or None for all requests, got {shown(values)}")
     names = list(values)
     for name in names:
         if not isinstance(name, str):
-            raise EngineError(f"a request id is text, got {shown(name)}")
+            raise EngineError(f"a request id must be a string, got {shown(name)}")
     return names
 
 
 def folder(source: Any) -> str:
+    """Return the path of a weight source that must be a folder."""
     if not isinstance(source, str | os.PathLike):
-        raise EngineError(f"weights come from a Hugging Face folder, got {type(source).__name__}")
+        raise EngineError(f"weights must be the path of a Hugging Face folder, got {type(source).__name__}")
     return os.fspath(source)
 
 
@@ -108,7 +112,7 @@ def vocabulary_of(config: Mapping[str, Any]) -> int | None:
 def same_vocabulary(given: int | None, found: int | None) -> int | None:
     """Return whichever vocabulary size is known. Raises EngineError if both are known and differ."""
     if given is not None and found is not None and given != found:
-        raise EngineError(f"the vocabulary of the server's model has {found} tokens, the one that was given {given}")
+        raise EngineError(f"vocabulary={given} was given, but the vocabulary of the server's model has {found} tokens")
     return found if given is None else given
 
 

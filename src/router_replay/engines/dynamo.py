@@ -30,14 +30,17 @@ from router_replay.errors import EngineError, RouterReplayError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-_NO_FORCING = "Dynamo's completions carry no routes to the engine, so it cannot be told which experts to use"
-_NO_WORKERS = "no workers= were given, so it can neither hold requests nor load weights"
+_NO_FORCING = "Dynamo's /v1/completions has no field that sends routes to the engine, so routes cannot be forced"
+_NO_WORKERS = "no workers= were given, and only the workers can hold requests and load weights"
 
 
 class DynamoEngine(RemoteEngine):
-    """Connects to one Dynamo frontend. `model` may be omitted if the frontend serves only one model.
+    """Connects to one Dynamo frontend at `url`. `model` may be omitted if the frontend serves only one model.
 
-    `api_key` is sent to the frontend and to the workers; `vocabulary` is the vocabulary size, if known.
+    `spec` describes the routers of its model. `workers` are the URLs of the workers' system servers, which load
+    weights and hold requests. `version` is the policy version of the weights that the workers have now. `timeout`
+    limits one generation or weight update, in seconds. `api_key` is sent to the frontend and to the workers;
+    `vocabulary` is the vocabulary size, if known.
 
     `settings` are the workers' engine arguments, if the caller knows them. Arguments that make rows stale (KV offload,
     a KV connector, context or pipeline parallel, prefill/decode) are refused here, because the frontend does not
@@ -106,10 +109,14 @@ class DynamoBackend(Backend):
             served = [model["id"] for model in listed["data"]]
         except (KeyError, TypeError) as error:
             came = str(listed)[:200]
-            raise EngineError(f"{self._http.url}/v1/models answered {came}. Is this Dynamo?") from error
+            raise EngineError(
+                f"{self._http.url}/v1/models: expected a list of models, got {came}. Is this Dynamo?"
+            ) from error
         self._model = served[0] if model is None and len(served) == 1 else model
         if self._model not in served:
-            raise EngineError(f"{self._http.url} serves {served}, not {self._model!r}: pass model=")
+            raise EngineError(
+                f"{self._http.url} serves the models {served}, not {self._model!r}: pass model= with one of them"
+            )
         lacks = [_NO_FORCING, *([] if self._workers else [_NO_WORKERS])]
         self.capabilities = Capabilities(
             routes=True, forced_routes=False, start=True, versions=bool(self._workers), why_not="; ".join(lacks)
@@ -151,27 +158,35 @@ class DynamoBackend(Backend):
     # -- holding and loading, at the workers ----------------------------------------------------
 
     async def hold(self, kept: Sequence[Flight]) -> None:
+        """Pause all workers. Raises EngineError if there are requests in `kept` and no workers."""
         if kept and not self._workers:
-            raise EngineError(f"requests cannot be kept: {_NO_WORKERS}. Choose in_flight='abort' or 'wait'")
+            raise EngineError(
+                f"in_flight='keep' is not possible: {_NO_WORKERS}. Pass workers=, or in_flight='abort' or 'wait'"
+            )
         # Without workers nothing is held: this engine's requests have ended, and new ones wait until it resumes.
         await self._tell("pause_generation", {"mode": "keep", "clear_cache": False})
 
     async def go(self) -> None:
+        """Resume all workers."""
         await self._tell("resume_generation", {})
 
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
+        """Load a folder in every worker. No request may be kept, because answers do not say which weights they used."""
         if not self._workers:
-            raise EngineError(f"weights cannot be loaded: {_NO_WORKERS}")
+            raise EngineError(
+                f"weights cannot be loaded: {_NO_WORKERS}. Pass workers= with the URLs of their system servers"
+            )
         if kept:
             raise EngineError(
-                "in_flight='keep' would mix two policies in one answer, and Dynamo does not say where the change lies: "
-                "choose 'abort' or 'wait'"
+                "in_flight='keep' would mix two policies in one answer, and Dynamo does not say which tokens come from "
+                "which: pass in_flight='abort' or 'wait'"
             )
         try:
             await self._tell("update_weights_from_disk", {"model_path": str(source), "weight_version": str(version)})
         except EngineError as error:
             raise BrokenError(
-                f"not every worker loaded {source}, so they may serve different weights: {error}"
+                f"not every worker loaded {source}, so the workers may serve different weights: {error}. Restart the "
+                "workers, then create a new engine"
             ) from error
         return {}
 
@@ -182,9 +197,10 @@ class DynamoBackend(Backend):
         for worker, answer in zip(self._workers, answers, strict=True):
             if not isinstance(answer, dict) or answer.get("status") != "ok":
                 came = str(answer)[:300]
-                raise EngineError(f"{worker.url}/engine/{route} answered {came}, expected status 'ok'")
+                raise EngineError(f"{worker.url}/engine/{route}: expected status 'ok', got {came}")
 
     async def close(self) -> None:
+        """Close the connections to the frontend and to the workers."""
         await asyncio.gather(self._http.close(), *(worker.close() for worker in self._workers))
 
 
@@ -244,18 +260,23 @@ def completion_of(
     """Parse and check the answer for one sample. Raises EngineError if it is invalid."""
     answer = decoded(body, _Answer, f"{request.id}: Dynamo's answer")
     if len(answer.choices) != 1:
-        raise EngineError(f"{request.id}: asked for one choice, got {len(answer.choices)}; nvext holds the rows of one")
+        raise EngineError(
+            f"{request.id}: expected one choice, since nvext has the rows of one, got {len(answer.choices)}"
+        )
     [choice], nvext, prompt = answer.choices, answer.nvext or _Nvext(), len(request.token_ids)
     if choice.index != 0:
-        raise EngineError(f"{request.id}: asked for one choice, and its index is {choice.index}, expected 0")
+        raise EngineError(f"{request.id}: expected index 0 of the only choice, got {choice.index}")
     if nvext.completion_token_ids is None:
         raise EngineError(
-            f"{request.id}: no nvext.completion_token_ids in the answer: this Dynamo is too old to return tokens"
+            f"{request.id}: the answer has no nvext.completion_token_ids: this Dynamo is too old to return token ids, "
+            "install a newer one"
         )
     tokens = nvext.completion_token_ids
     logprobs = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
     if len(logprobs) != len(tokens) or None in logprobs:
-        raise EngineError(f"{request.id}: {len(tokens)} tokens came with log-probs {str(logprobs)[:200]}")
+        raise EngineError(
+            f"{request.id}: expected a log-prob for each of {len(tokens)} tokens, got {str(logprobs)[:200]}"
+        )
     routes, start = _rows(nvext.routed_experts, spec, prompt, request) if tokens else (None, None)
     return Completion.assemble(
         request,
@@ -278,8 +299,8 @@ def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, req
     """
     if value is None:
         raise EngineError(
-            f"{request.id}: no nvext.routed_experts in the answer: start the workers with "
-            "--enable-return-routed-experts (TensorRT-LLM workers return none)"
+            f"{request.id}: the answer has no nvext.routed_experts: start the workers with "
+            "--enable-return-routed-experts (TensorRT-LLM workers do not support it)"
         )
     try:  # CaptureWatch counts zero layers over all answers
         if isinstance(value, str):
@@ -290,7 +311,7 @@ def _rows(value: dict[str, Any] | str | None, spec: RouterSpec, prompt: int, req
         raise EngineError(f"{request.id}: {error}") from error
     if start != request.start:
         raise EngineError(
-            f"{request.id}: asked for rows from {request.start} on, they start at {start}: these workers do not "
-            "know nvext.routed_experts_prompt_start"
+            f"{request.id}: expected rows from position {request.start} on, got rows from {start} on: these workers do "
+            "not support nvext.routed_experts_prompt_start, so leave start out"
         )
     return rows, start

@@ -24,7 +24,7 @@ from router_replay.spec import RouterSpec
 
 ATTEMPTS = 5
 FIRST_PAUSE = 0.1  # seconds; doubles with each attempt
-TURNED_AWAY = (429, 503)
+TURNED_AWAY = (429, 503)  # the server is busy and did not read the request
 CONTROL_SECONDS = 30.0  # for calls that a server answers at once; the caller's timeout= if that is less
 CONTROL_LIMIT = 4 << 20  # bytes of an answer that holds settings or a status
 CHUNK = 1 << 16
@@ -46,7 +46,7 @@ class Http:
         try:
             import aiohttp
         except ImportError as error:
-            raise EngineError("an engine behind a URL needs aiohttp: pip install aiohttp") from error
+            raise EngineError("connecting to an engine by URL needs aiohttp: pip install aiohttp") from error
         self._aiohttp = aiohttp
         self.url = checked_url(url)
         self._server = server
@@ -96,14 +96,14 @@ class Http:
                     ) from error
             except TimeoutError as error:
                 raise EngineError(
-                    f"{self.url}{path} did not answer in time ({seconds:g} seconds)"
-                    + (": raise timeout=, or look at it" if patient else ": look at it")
+                    f"{self.url}{path} did not answer in time ({seconds:g} seconds): check the server"
+                    + (", or increase timeout=" if patient else "")
                 ) from error
             except (self._aiohttp.ClientError, ConnectionError) as error:
                 if last or not repeat:
                     raise EngineError(
-                        f"the connection to {self.url}{path} broke before the answer was whole "
-                        f"({type(error).__name__}: {error}); nothing of it was used"
+                        f"the connection to {self.url}{path} broke before the answer was complete "
+                        f"({type(error).__name__}: {error}); the partial answer was discarded"
                     ) from error
             await asyncio.sleep(pause)
             pause *= 2
@@ -115,19 +115,22 @@ class Http:
         if 300 <= response.status < 400:
             raise EngineError(
                 f"{place} answered {response.status}, a redirect to {_host(response.headers.get('Location', ''))}: "
-                "redirects are not followed, since prompts would go there. Give the URL of the server itself"
+                "redirects are not followed, because they would send prompts to another address. Give the URL of the "
+                "server itself"
             )
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise EngineError(
-                f"{place} sent a body with Content-Encoding {encoding!r}, which was not asked for: "
-                "compressed bodies are not taken. Switch compression off in the server, or in the proxy before it"
+                f"{place} sent a body with Content-Encoding {encoding!r}, expected an uncompressed body: turn "
+                "compression off in the server, or in the proxy in front of it"
             )
         parts = bytearray()
         async for chunk in response.content.iter_chunked(CHUNK):
             parts += chunk
             if len(parts) > limit:
-                raise EngineError(f"{place} sent more than the {limit} bytes that its answer can have; it was not used")
+                raise EngineError(
+                    f"{place} sent more than the {limit} bytes that a valid answer can have; it was discarded"
+                )
         return bytes(parts)
 
     async def expect(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
@@ -145,6 +148,7 @@ class Http:
         return answer
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._session.close()
 
 
@@ -162,12 +166,12 @@ def answer_limit(request: Request, spec: RouterSpec, samples: int) -> int:
 def checked_url(url: Any) -> str:
     """Return a server's URL without a trailing slash. A URL with a password is refused, and never shown."""
     if not isinstance(url, str):
-        raise EngineError(f"the URL of a server is text such as http://HOST:PORT, got {type(url).__name__}")
+        raise EngineError(f"the URL of a server must be a string such as http://HOST:PORT, got {type(url).__name__}")
     if "@" in url:  # not parsed, because a slash in a password would split the URL in the wrong place
         raise EngineError(
-            f"the URL of a server must not hold a user name or password (before @{url.rpartition('@')[2]}): give it as "
-            "http://HOST:PORT, put the key into an environment variable, and name that as engine.api_key_env in a "
-            "config, or pass api_key= to the engine"
+            f"the URL of a server must not contain a user name or password (before @{url.rpartition('@')[2]}): write "
+            "http://HOST:PORT, and pass the key as api_key=, or in a config name the environment variable that holds "
+            "the key as engine.api_key_env"
         )
     try:
         parts = urllib.parse.urlsplit(url)
@@ -175,10 +179,11 @@ def checked_url(url: Any) -> str:
     except ValueError:
         good = False
     if not good or not url.isprintable() or " " in url:
-        raise EngineError(f"the URL of a server is http://HOST:PORT or https://HOST:PORT, got {url[:200]!r}")
+        raise EngineError(f"the URL of a server must be http://HOST:PORT or https://HOST:PORT, got {url[:200]!r}")
     if parts.query or parts.fragment:
         raise EngineError(
-            f"the URL of a server has neither a query nor a fragment: give {parts.scheme}://{parts.netloc}{parts.path}"
+            "the URL of a server must have neither a query nor a fragment: write "
+            f"{parts.scheme}://{parts.netloc}{parts.path}"
         )
     return url.rstrip("/")
 
@@ -188,9 +193,9 @@ def authorization(api_key: str | None) -> dict[str, str]:
     if api_key is None:
         return {}
     if not isinstance(api_key, str) or not api_key or not (api_key.isascii() and api_key.isprintable()):
-        raise EngineError("api_key must be text of printable ASCII characters that is not empty (it is not shown here)")
+        raise EngineError("api_key must be a non-empty string of printable ASCII characters (it is not shown here)")
     if " " in api_key:
-        raise EngineError("api_key must not hold a space (it is not shown here)")
+        raise EngineError("api_key must not contain a space (it is not shown here)")
     return {"Authorization": f"Bearer {api_key}"}
 
 
@@ -199,9 +204,9 @@ def decoded(body: bytes, kind: type[T], place: str) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise EngineError(f"{place} was not understood: {error}") from error
+        raise EngineError(f"{place} is not the expected JSON: {error}") from error
     except RecursionError as error:
-        raise EngineError(f"{place} was not understood: its JSON is nested too deep") from error
+        raise EngineError(f"{place} is not the expected JSON: it is nested too deeply") from error
 
 
 def parsed(answer: bytes | str, place: str) -> Any:
@@ -211,14 +216,12 @@ def parsed(answer: bytes | str, place: str) -> Any:
     try:
         return json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise EngineError(
-            f"{place} answered something that is not JSON ({type(error).__name__}: {error}): {answer[:200]!r}"
-        ) from error
+        raise EngineError(f"{place}: expected JSON, got {answer[:200]!r} ({type(error).__name__}: {error})") from error
 
 
 def refusal(place: str, status: int, answer: bytes) -> EngineError:
     """Return the error for an answer whose status is not 200."""
-    advice = ". Is api_key= (engine.api_key_env in a config) the server's key?" if status in (401, 403) else ""
+    advice = ". Pass the server's key as api_key= (engine.api_key_env in a config)" if status in (401, 403) else ""
     return EngineError(f"{place} answered {status}: {message_of(answer)}{advice}")
 
 

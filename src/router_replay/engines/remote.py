@@ -69,25 +69,35 @@ class RemoteEngine(Engine):
     # -- the protocol ---------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> list[Completion]:
+        """Generate all samples of one `request`. May be awaited in any event loop."""
         self._refuse_closed()
         request = self._checked(request)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._alone(request), self._loop))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        """Abort the requests `request_ids` (all if None) on the server, and return their output so far."""
         names = checks.request_ids(request_ids)
         return self._wait(self._abort(None if names is None else set(names)))
 
     def pause(self, in_flight: InFlight = "keep") -> None:
+        """Hold the server after settling running requests by `in_flight`; later requests wait for `resume`."""
         self._wait(self._pause(check_in_flight(in_flight)))
 
     def resume(self) -> None:
+        """Release the server: kept requests go on, and waiting requests start."""
         self._wait(self._resume())
 
     def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
+        """Load the weights of `source` as `version`, after settling running requests by `in_flight`.
+
+        Raises EngineError if that fails. If it is then unknown which weights the engine holds, every later request and
+        update raises the same error.
+        """
         source = self._source(source)
         self._wait(self._update(source, checks.version(version), check_in_flight(in_flight)))
 
     def close(self) -> None:
+        """Disconnect, or stop an engine of this process. Requests in flight fail with EngineError."""
         if self._closed:
             return
         self._closed = True
@@ -116,7 +126,7 @@ class RemoteEngine(Engine):
     @property
     def _connected(self) -> Backend:
         if self._backend is None:
-            raise EngineError("this engine is not connected")
+            raise EngineError("this engine is not connected to a server: create a new engine")
         return self._backend
 
     @property
@@ -131,7 +141,9 @@ class RemoteEngine(Engine):
         """
         other = self._tasks.get(request.id)
         if other is not None and not other.cancelling():
-            raise EngineError(f"{request.id}: a request of this id is in flight; give each an id of its own")
+            raise EngineError(
+                f"{request.id}: another request with this id is in flight: give every request a unique id"
+            )
         task = self._tasks[request.id] = asyncio.current_task()
         try:
             return await self._fly(Flight(request))
@@ -167,7 +179,9 @@ class RemoteEngine(Engine):
         self._refuse_broken()  # the engine broke meanwhile: it is unknown which weights sampled these
         if len(completions) != flight.request.sampling.n:
             asked = flight.request.sampling.n
-            raise EngineError(f"{flight.request.id}: asked for {asked} samples, got {len(completions)}")
+            raise EngineError(
+                f"{flight.request.id}: {self.server} was asked for {asked} samples, got {len(completions)}"
+            )
         self._capture_watch.check(completions, self.spec)
         return completions
 
@@ -178,7 +192,7 @@ class RemoteEngine(Engine):
         """
         request, failure = flight.request, error
         if isinstance(error, asyncio.CancelledError) and self._closed:
-            failure = EngineError(f"{request.id}: the engine was closed before the answer came")
+            failure = EngineError(f"{request.id}: the engine was closed before it answered this request")
         elif isinstance(error, asyncio.CancelledError) and self._broken:
             failure = EngineError(self._broken)
         elif not isinstance(error, RouterReplayError | asyncio.CancelledError):
@@ -234,7 +248,10 @@ class RemoteEngine(Engine):
             seconds = min(1.0, seconds * 1.5)
         left = [flight.request.id for flight in flights if not flight.done.done()]
         if left:
-            raise EngineError(f"{self.server} was told to end {left[:8]} {ABORT_ROUNDS} times and did not")
+            raise EngineError(
+                f"{self.server} was asked {ABORT_ROUNDS} times to abort {left[:8]}, and these requests still run: "
+                "restart the server"
+            )
 
     async def _pause(self, in_flight: InFlight) -> None:
         async with self._settled(in_flight):
@@ -335,7 +352,7 @@ class RemoteEngine(Engine):
             while not concurrent.futures.wait([future], timeout=1.0).done:
                 if self._backend is not None and self._backend.dead():
                     future.cancel()
-                    raise EngineError(f"{self.server} died before it answered; start the engine anew")
+                    raise EngineError(f"{self.server} died before it answered: create a new engine")
             return future.result()
         except RouterReplayError as error:
             shown = _fit_to_print(error)
@@ -343,7 +360,7 @@ class RemoteEngine(Engine):
                 raise
             raise shown from error
         except concurrent.futures.CancelledError as error:
-            raise EngineError("the engine was closed meanwhile") from error
+            raise EngineError("the engine was closed during this call") from error
         except Exception as error:
             raise _fit_to_print(EngineError(f"{self.server} failed: {type(error).__name__}: {error}")) from error
 
@@ -353,7 +370,7 @@ class RemoteEngine(Engine):
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise EngineError("this engine was closed")
+            raise EngineError("this engine was closed: create a new one")
 
     def _run_loop(self) -> None:
         self._loop.run_forever()

@@ -27,6 +27,7 @@ def own_prefix() -> str:
 
 
 def new_name() -> str:
+    """Return a name that no other file has."""
     return f"{own_prefix()}{uuid.uuid4().hex}"
 
 
@@ -55,15 +56,16 @@ def sweep(folder: pathlib.Path) -> None:
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+            with contextlib.suppress(OSError):  # already removed, or owned by another user
                 left.unlink()
 
 
 def is_locked(path: pathlib.Path) -> bool:
+    """Return whether a process holds the lock of this file. A file that cannot be opened counts as locked."""
     try:
         # Any user may put a link or a pipe there: do not follow links, and do not block on pipes.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # gone meanwhile, or somebody else's
+    except OSError:  # already removed, or owned by another user
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

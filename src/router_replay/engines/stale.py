@@ -14,10 +14,10 @@ from router_replay.errors import EngineError
 
 Role = Literal["whole", "prefill", "decode"]
 
-_OFFLOAD = "KV that is offloaded and loaded back lies in another slot, with that slot's old rows"
-_EXTERNAL = "KV that comes from outside was never routed by this server, and its rows are whatever the slot held"
-_CONTEXT = "each rank holds the rows of its own part of the sequence only"
-_PIPELINE = "each stage captures its own layers only, the others stay zero or old"
+_OFFLOAD = "KV that is offloaded and loaded back gets another slot, which still has its old rows"
+_EXTERNAL = "KV that comes from outside was not routed by this server, so its slots have the rows of other tokens"
+_CONTEXT = "each rank has only the rows of its own part of the sequence"
+_PIPELINE = "each stage captures only its own layers, and the rows of the other layers are zero or old"
 
 # Settings of SGLang (`/server_info`) and vLLM (engine arguments, config), by the names that the servers report.
 _SWITCHES: dict[str, str] = {
@@ -41,7 +41,7 @@ _SIZES: dict[str, str] = {
     "pp_size": _PIPELINE,
     "pipeline_parallel_size": _PIPELINE,
 }
-# vLLM reports an offloading backend even if its size, which turns it on, is unset.
+# vLLM reports an offloading backend even if offloading is off, that is, if its size is unset.
 _ONLY_WITH = {"kv_offloading_backend": "kv_offloading_size"}
 
 
@@ -60,8 +60,8 @@ def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
     mode = settings.get("disaggregation_mode")
     if mode in ("prefill", "decode") and mode != role:
         reasons.append(
-            f"disaggregation_mode={mode!r}: {_EXTERNAL}. Ask the prefill and the decode server by their own URLs "
-            "and join the two by engines.prefill_decode.join_prefill_decode"
+            f"disaggregation_mode={mode!r}: {_EXTERNAL}. Connect to the prefill and the decode server separately, "
+            "each with its role=, and join their answers with engines.prefill_decode.join_prefill_decode"
         )
     return reasons
 
@@ -71,7 +71,8 @@ def check_server(info: Mapping[str, Any], role: Role = "whole", server: str = "t
     reasons = stale_reasons(info, role)
     if reasons:
         raise EngineError(
-            f"{server} would return rows that do not belong to their tokens; start it without: " + "; ".join(reasons)
+            f"{server} would return rows that do not belong to their tokens. Start it without these settings: "
+            + "; ".join(reasons)
         )
 
 

@@ -36,6 +36,11 @@ _NEW_ID = "".join(["new ", "id"])  # compared by identity: nobody else has this 
 class Sampling:
     """Holds the sampling parameters of a request.
 
+    `max_tokens` is the largest number of tokens to sample. `temperature` divides the logits; 0 always takes the most
+    likely token. `top_p`, in (0, 1], limits sampling to the most likely tokens that together have this probability.
+    `seed` makes the samples reproducible: sample i uses seed + i. Sampling ends after one of `stop_token_ids` or,
+    unless `ignore_eos` is set, after the model's own end-of-sequence token. `n` is the number of samples.
+
     The returned log-probs are those of the distribution at `temperature`. With `top_p` below 1, SGLang and the
     embedded engine return them before the top-p cut, and vLLM after it.
     """
@@ -49,7 +54,11 @@ class Sampling:
     n: int = 1
 
     def check(self, place: str, vocabulary: int | None = None) -> Sampling:
-        """Return a copy in plain Python numbers. Raises EngineError that names the invalid field."""
+        """Return a copy in plain Python numbers. Raises EngineError that names the invalid field.
+
+        `place` is where the values come from, for the error: usually the request id. `vocabulary` is the vocabulary
+        size, if known: a stop token outside it is refused.
+        """
         n = checks.integer(self.n, f"{place}: n", 1, MOST_SAMPLES + 1)
         temperature = checks.number(self.temperature, f"{place}: temperature")
         top_p = checks.number(self.top_p, f"{place}: top_p")
@@ -73,10 +82,12 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class Request:
-    """Holds one prompt. Rows before position `start` are not returned, because the caller already has them.
+    """Holds one prompt, `token_ids`, and how to sample from it, `sampling`.
 
-    `forced_routes` are rows [0, len) of the prompt that the engine must use instead of its own choice
-    (to continue an aborted rollout); positions beyond them, and uncaptured rows, are routed live.
+    Rows before position `start` are not returned, because the caller already has them. `forced_routes` are rows
+    [0, len) of the prompt that the engine must use instead of its own choice (to continue an aborted rollout);
+    positions beyond them, and uncaptured rows, are routed live. `id` names the request in `abort`, in completions and
+    in errors; it must be unique among the requests in flight, and is created if it is not given.
     """
 
     token_ids: Sequence[int]
@@ -97,7 +108,11 @@ class Request:
     ) -> None:
         """`routes_start` is the old name of `start`."""
         if routes_start is not None:
-            warnings.warn("Request(routes_start=) is now called start", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "the argument routes_start of Request is now called start: pass start= instead",
+                DeprecationWarning,
+                stacklevel=2,
+            )
             start = routes_start
         given = f"request-{next(_numbers)}" if id is _NEW_ID else id
         fields = {"token_ids": token_ids, "sampling": sampling, "start": start, "forced_routes": forced_routes}
@@ -107,19 +122,22 @@ class Request:
     @property
     def routes_start(self) -> int:
         """The old name of `start`."""
-        warnings.warn("Request.routes_start is now called start", DeprecationWarning, stacklevel=2)
+        warnings.warn("Request.routes_start is now called start: read .start instead", DeprecationWarning, stacklevel=2)
         return self.start
 
     def check(self, spec: RouterSpec, capabilities: Capabilities, vocabulary: int | None = None) -> Request:
-        """Return the request in plain Python values. Raises EngineError with the reason if it is invalid."""
+        """Return the request in plain Python values. Raises EngineError with the reason if it is invalid.
+
+        `spec` and `capabilities` are those of the engine, and `vocabulary` is its vocabulary size, if known.
+        """
         if not isinstance(self.id, str) or not self.id:
-            raise EngineError(f"a request id is text that is not empty, got {checks.shown(self.id)}")
+            raise EngineError(f"a request id must be a non-empty string, got {checks.shown(self.id)}")
         if not isinstance(self.sampling, Sampling):
             raise EngineError(f"{self.id}: sampling must be a Sampling, got {checks.shown(self.sampling)}")
         token_ids = checks.tokens(self.token_ids, f"{self.id}: the prompt", vocabulary)
         tokens = len(token_ids)
         if not tokens:
-            raise EngineError(f"{self.id}: the prompt is empty")
+            raise EngineError(f"{self.id}: the prompt is empty, expected at least one token id")
         start = checks.integer(self.start, f"{self.id}: start", -checks.TOKEN_LIMIT, checks.TOKEN_LIMIT)
         if not 0 <= start <= tokens - 1:
             raise EngineError(
@@ -137,18 +155,29 @@ class Request:
         if not isinstance(forced, Routes):
             raise EngineError(f"{self.id}: forced_routes must be Routes, got {checks.shown(forced)}")
         if not capabilities.forced_routes:
-            raise EngineError(f"{self.id}: this engine cannot be told which experts to use: {capabilities.why_not}")
+            raise EngineError(
+                f"{self.id}: this engine cannot force routes: {capabilities.why_not}. Leave forced_routes out"
+            )
         if forced.spec != spec:
-            raise EngineError(f"{self.id}: forced routes of another model: {forced.spec}, expected {spec}")
+            raise EngineError(
+                f"{self.id}: forced_routes are those of another model: expected {spec}, got {forced.spec}"
+            )
         if len(forced) > tokens:
-            raise EngineError(f"{self.id}: {len(forced)} forced rows for a prompt of {tokens} tokens")
+            raise EngineError(
+                f"{self.id}: {len(forced)} forced rows for a prompt of {tokens} tokens, expected at most one row for "
+                "each prompt token"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Completion:
     """Holds the result for one sample of one request, complete or up to an abort.
 
-    `versions[i]` is the policy version that sampled token i; a weight swap in flight gives more than one version.
+    `request_id` is the id of the request, and `index` is the number of the sample, from 0 to n - 1. `token_ids` are
+    the sampled tokens, and `logprobs` their log-probs. `routes` are the experts of prompt and completion from
+    position `start` on, except for the last sampled token, which was not forwarded. `finish_reason` is "stop" (a stop
+    token), "length" (max_tokens, or the model's limit) or "abort". `versions[i]` is the policy version that sampled
+    token i; a weight swap in flight gives more than one version.
     """
 
     request_id: str
@@ -175,9 +204,11 @@ class Completion:
         start: int | None = None,
         vocabulary: int | None = None,
     ) -> Completion:
-        """Build a checked Completion from the parts of an answer. All engines use it.
+        """Build a checked Completion of sample `index` from the parts of an answer. All engines use it.
 
+        `spec` describes the routers of the model. `token_ids`, `logprobs` and `finish_reason` are those of the answer.
         `routes` are the rows from `start` on (the request's start by default); None means that none were captured.
+        `vocabulary` is the vocabulary size, if known: tokens outside it are refused.
         `versions` apply to the last rows; earlier rows get the first given version. The token at position p was
         sampled by the pass that computed row p - 1, so the versions of tokens and of rows end alike, and one number
         per token is enough. Forced rows keep the version that first routed them.
@@ -186,13 +217,13 @@ class Completion:
         """
         if finish_reason not in get_args(FinishReason):
             raise EngineError(
-                f"{request.id}: the engine ended it with finish_reason {checks.shown(finish_reason)}, not one of "
+                f"{request.id}: the engine returned finish_reason {checks.shown(finish_reason)}, expected one of "
                 f"{list(get_args(FinishReason))}"
             )
         prompt, tokens = len(request.token_ids), len(token_ids)
         start = request.start if start is None else start
         row_versions = np.zeros(0, np.int64)
-        if not tokens:  # nothing was forwarded that a caller could use
+        if not tokens:  # no row is returned without a token
             routes = Routes.missing(0, spec)
         else:
             row_versions = _row_versions(versions, row_count(prompt, tokens), request.id)
@@ -213,7 +244,10 @@ class Completion:
 
     @classmethod
     def nothing(cls, request: Request, spec: RouterSpec) -> list[Completion]:
-        """Return n empty samples, the result of aborting a request that never started."""
+        """Return n empty samples, the result of aborting a `request` that never started.
+
+        `spec` describes the routers of the model.
+        """
         return [
             cls.assemble(
                 request, index, spec=spec, token_ids=(), logprobs=(), routes=None, versions=(), finish_reason="abort"
@@ -224,17 +258,19 @@ class Completion:
     def check(self, prompt_tokens: int, vocabulary: int | None = None, max_tokens: int | None = None) -> Completion:
         """Check this completion and return it. Raises EngineError if it is incomplete or invalid.
 
-        Tokens, log-probs, versions and rows must match in number; tokens must be in the vocabulary, if it is known,
-        and log-probs must be those of tokens that can be sampled.
+        Tokens, log-probs, versions and rows must match in number, for a prompt of `prompt_tokens` tokens. Tokens must
+        be in the `vocabulary` and at most `max_tokens` in number, where these are given, and log-probs must be those
+        of tokens that can be sampled.
         """
         tokens = len(self.token_ids)
         rows = row_count(prompt_tokens, tokens, self.start)
         if len(self.logprobs) != tokens or len(self.versions) != tokens:
             raise EngineError(
-                f"{self.request_id}: {tokens} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
+                f"{self.request_id}: the answer has {tokens} tokens, {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions, expected one log-prob and one version for each token"
             )
         if max_tokens is not None and tokens > max_tokens:
-            raise EngineError(f"{self.request_id}: {tokens} tokens came, at most {max_tokens} were asked for")
+            raise EngineError(f"{self.request_id}: expected at most {max_tokens} tokens (max_tokens), got {tokens}")
         if tokens and len(self.routes) != rows:
             raise EngineError(
                 f"{self.request_id}: expected {rows} rows (prompt {prompt_tokens} + completion {tokens} - 1 - start "
@@ -248,21 +284,21 @@ class Completion:
         if len(bad):
             raise EngineError(
                 f"{self.request_id}: sampled token {bad[0]} is {self.token_ids[bad[0]]}, the vocabulary is "
-                f"[0, {vocabulary}): nothing of this answer was used"
+                f"[0, {vocabulary}): the answer was discarded"
             )
         good = (self.logprobs > LOWEST_LOGPROB) & (self.logprobs <= HIGHEST_LOGPROB)  # false for NaN too
         if not good.all():
             place = int(np.flatnonzero(~good)[0])
             raise EngineError(
                 f"{self.request_id}: the log-prob of sampled token {place} is {self.logprobs[place]}, expected a "
-                f"finite number of at most 0: nothing of this answer was used"
+                f"finite number of at most 0: the answer was discarded"
             )
 
 
 def _row_versions(versions: ArrayLike, rows: int, place: str) -> np.ndarray:
     given = np.atleast_1d(np.asarray(versions, np.int64))
     if not 0 < len(given) <= rows:
-        raise EngineError(f"{place}: {len(given)} versions for {rows} rows")
+        raise EngineError(f"{place}: the engine gave {len(given)} versions for {rows} rows, expected 1 to {rows}")
     return np.concatenate([np.full(rows - len(given), given[0]), given])
 
 
@@ -280,7 +316,7 @@ def _with_versions(routes: Routes, request: Request, versions: np.ndarray, start
             row = start + int(np.flatnonzero(captured)[unused][0])
             raise EngineError(
                 f"{request.id}: the engine did not use the forced experts of row {row}. With vLLM, engine.report() "
-                "says whether its plugin is active"
+                "says whether the plugin is active"
             )
         if given.version_runs is not None:
             versions = versions.copy()
@@ -305,5 +341,7 @@ class Capabilities:
     @property
     def prompt_start(self) -> bool:
         """The old name of `start`."""
-        warnings.warn("Capabilities.prompt_start is now called start", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Capabilities.prompt_start is now called start: read .start instead", DeprecationWarning, stacklevel=2
+        )
         return self.start

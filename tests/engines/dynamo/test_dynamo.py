@@ -67,16 +67,16 @@ def test_in_front_of_sglang_the_rows_are_text(engine: DynamoEngine, stub: Stub) 
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (Reply(b"<html>"), "not understood"),
+        (Reply(b"<html>"), "not the expected JSON"),
         (Reply({"choices": []}), "got 0"),
         (Reply({"choices": [{"index": 0}, {"index": 1}]}), "got 2"),
         (answer(nvext={"routed_experts": None}), "enable-return-routed-experts"),
         (answer(nvext={"completion_token_ids": None}), "completion_token_ids"),
-        (answer(nvext={"completion_token_ids": [1, 2]}), "2 tokens came with log-probs"),
-        (answer(logprobs=None), "3 tokens came with log-probs"),
-        (answer(logprobs={"token_logprobs": [-1.0, None, -1.0]}), "3 tokens came with log-probs"),
+        (answer(nvext={"completion_token_ids": [1, 2]}), "a log-prob for each of 2 tokens"),
+        (answer(logprobs=None), "a log-prob for each of 3 tokens"),
+        (answer(logprobs={"token_logprobs": [-1.0, None, -1.0]}), "a log-prob for each of 3 tokens"),
         (answer(finish_reason="content_filter"), "content_filter"),
-        (answer(start=1), "do not know nvext.routed_experts_prompt_start"),
+        (answer(start=1), "do not support nvext.routed_experts_prompt_start"),
         (answer(routes=random_routes(5, SPEC)), "expected 6 rows"),
         (answer(nvext={"routed_experts": {"data": "AAAA", "shape": [6, 3, 4], "start": 0, "dtype": "uint8"}}), "bytes"),
         (
@@ -95,7 +95,7 @@ def test_bad_answers_are_refused(engine: DynamoEngine, stub: Stub, reply: Reply,
 
 def test_half_an_answer_is_no_sample(engine: DynamoEngine, stub: Stub) -> None:
     stub.answers["/v1/completions"] = Reply(answer().body, sent=50)
-    with pytest.raises(EngineError, match="broke before the answer was whole"):
+    with pytest.raises(EngineError, match="broke before the answer was complete"):
         one(engine)
     assert len(stub.bodies("/v1/completions")) == 1
 

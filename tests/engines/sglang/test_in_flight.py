@@ -77,7 +77,7 @@ def test_a_paused_engine_finishes_nothing(engine: SglangEngine, stub: Stub) -> N
     flying = Background(engine, Request(PROMPT, Sampling(max_tokens=3)))
     eventually(lambda: len(stub.bodies("/generate")) == 1)
     engine.pause("keep")
-    with pytest.raises(EngineError, match="a paused engine finishes nothing"):
+    with pytest.raises(EngineError, match="a paused engine finishes no request"):
         engine.update_weights("/weights", 1, "wait")
     # An abort needs the server to go on for a moment; it is held again afterwards, and the pause stands.
     engine.update_weights("/weights", 1, "abort")

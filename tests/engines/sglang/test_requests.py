@@ -55,7 +55,7 @@ def test_each_sample_is_a_request_of_its_own(engine: SglangEngine, stub: Stub) -
     ("sampling", "reason"),
     [
         (Sampling(seed=1), "enable-deterministic-inference"),
-        (Sampling(ignore_eos=True, stop_token_ids=(3,)), "no stop token where ignore_eos"),
+        (Sampling(ignore_eos=True, stop_token_ids=(3,)), "ignores stop tokens if ignore_eos is set"),
     ],
 )
 def test_what_sglang_would_ignore_is_refused(engine: SglangEngine, stub: Stub, sampling: Sampling, reason: str) -> None:
@@ -72,7 +72,7 @@ def test_a_server_of_fixed_seeds_gets_one_per_sample(stub: Stub) -> None:
 
 
 def test_forced_routes_are_refused_with_the_reason(engine: SglangEngine) -> None:
-    with pytest.raises(EngineError, match="SGLang cannot be told which experts"):
+    with pytest.raises(EngineError, match="SGLang cannot force routes"):
         one(engine, Request(PROMPT, forced_routes=random_routes(3, SPEC)))
 
 
@@ -106,17 +106,20 @@ def test_rows_tokens_and_versions(engine: SglangEngine, stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (Reply(b"<html>busy</html>"), "not understood"),
+        (Reply(b"<html>busy</html>"), "not the expected JSON"),
         (Reply({"output_ids": [1]}), "meta_info"),
         (answer(routed_experts=None), "without meta_info.routed_experts"),
-        (answer(routed_experts="AAAA"), "not whole rows"),
+        (answer(routed_experts="AAAA"), "expected whole rows"),
         (answer(routed_experts="?!"), "base64"),
         (answer(routes=random_routes(5, SPEC)), "expected 6 rows"),
         (answer(routed_experts=wire.to_sglang(random_routes(7, SPEC))), "expected 6 rows"),
         (answer(prompt_tokens=3, routed_experts=wire.to_sglang(random_routes(6, SPEC))), "cut the prompt"),
         (answer(finish_reason=None), "finish_reason"),
         (answer(finish_reason={"type": "error"}), "finish_reason"),
-        (answer(output_token_logprobs=[[-1.0, 10, None]]), "log-probs of 1 tokens for 3"),
+        (
+            answer(output_token_logprobs=[[-1.0, 10, None]]),
+            "log-probs of 3 sampled tokens, got the log-probs of 1 tokens",
+        ),
         (answer(output_token_logprobs=[[-1.0, 9, None]] * 3), "of other tokens"),
         (answer(output_token_logprobs=[[None, 10, None], [-1, 11, None], [-1, 12, None]]), "has no log-prob"),
         (answer(weight_versions=None, weight_version=None), "which weights"),
@@ -160,11 +163,11 @@ def test_sglext_of_an_openai_answer() -> None:
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
-        (openai(2), "2 choices, but sglext.routed_experts is one array"),
+        (openai(2), "2 choices, expected 1: sglext.routed_experts"),
         (openai(sglext=None), "no sglext.routed_experts"),
         (openai(usage={"prompt_tokens": 4, "completion_tokens": 2}), "expected 5 rows"),
         (openai(metadata={"weight_versions": spans(("0", 1), ("1", 3))}), "weights changed"),
-        ({"error": "no"}, "not an OpenAI response"),
+        ({"error": "no"}, "expected an OpenAI response of SGLang"),
     ],
 )
 def test_openai_answers_that_do_not_hold(response: dict[str, Any], reason: str) -> None:

@@ -25,7 +25,7 @@ def test_a_request_held_in_place_keeps_both_versions(engine: SglangEngine, stub:
 def test_retract_and_swap_is_refused(engine: SglangEngine, stub: Stub, retractions: int | None) -> None:
     stub.answers["/generate"] = answer(weight_versions=spans(("default", 1), ("1", 3)), num_retractions=retractions)
     engine._connected._names["1"] = 1
-    with pytest.raises(EngineError, match="rows are the new weights'"):
+    with pytest.raises(EngineError, match="rows come from the new weights and their log-probs from the old ones"):
         one(engine)
 
 
@@ -37,7 +37,7 @@ def test_a_retraction_without_a_swap_is_fine(engine: SglangEngine, stub: Stub) -
 def test_a_prompt_of_unknown_weights_is_refused(engine: SglangEngine, stub: Stub) -> None:
     stub.answers["/generate"] = answer(weight_versions=spans(("1", 3)))
     engine._connected._names["1"] = 1
-    with pytest.raises(EngineError, match="routed the prompt is not known"):
+    with pytest.raises(EngineError, match="it is unknown which of them routed the prompt"):
         one(engine)
 
 
@@ -83,7 +83,7 @@ def test_an_unflushed_cache_is_flushed_again(engine: SglangEngine, stub: Stub) -
 def test_a_cache_that_stays_unflushed_ends_the_engine(engine: SglangEngine, stub: Stub) -> None:
     stub.answers["/update_weights_from_disk"] = NOT_FLUSHED
     stub.answers["/flush_cache"] = Reply(b"busy", 400)
-    with pytest.raises(EngineError, match="did not flush its cache in 6 tries"):
+    with pytest.raises(EngineError, match="did not flush its cache in 6 attempts"):
         engine.update_weights("/weights", version=1)
     assert len(stub.bodies("/flush_cache")) == 6
     with pytest.raises(EngineError, match="did not flush"):
@@ -101,7 +101,7 @@ def test_weights_that_could_not_be_read_change_nothing(engine: SglangEngine, stu
 def test_a_failed_load_ends_the_engine(engine: SglangEngine, stub: Stub) -> None:
     message = "Failed to update weights: shape.\nRolling back to original weights."
     stub.answers["/update_weights_from_disk"] = Reply({"success": False, "message": message}, 400)
-    with pytest.raises(EngineError, match="What it holds now is unknown"):
+    with pytest.raises(EngineError, match="It is unknown which weights it has now"):
         engine.update_weights("/wrong", version=1)
-    with pytest.raises(EngineError, match="What it holds now is unknown"):
+    with pytest.raises(EngineError, match="It is unknown which weights it has now"):
         one(engine)

@@ -250,9 +250,9 @@ def test_logprobs_that_are_not_as_many_as_their_requests_are_an_error() -> None:
     ("variable", "change", "expected"),
     [
         ("4711", {}, "packed"),
-        (None, {}, "did not ask"),
-        ("0", {}, "switched off"),
-        ("4711", {"captures": False}, "capture is off"),
+        (None, {}, "did not request"),
+        ("0", {}, "packing was turned off"),
+        ("4711", {"captures": False}, "does not capture rows"),
         ("4711", {"speculative": object()}, "speculative decoding"),
         ("4711", {"replicas": 2}, "data parallelism"),
     ],

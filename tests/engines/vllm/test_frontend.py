@@ -51,7 +51,7 @@ def test_bytes_are_checked_as_text_is() -> None:
     blob[-1] ^= 1
     with pytest.raises(vllm_exceptions.VLLMValidationError, match=r"extra_args\.router_replay"):
         enter({"router_replay": bytes(blob)})
-    with pytest.raises(vllm_exceptions.VLLMValidationError, match="5 forced rows, 4 prompt tokens"):
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match="5 forced rows for a prompt of 4 tokens"):
         enter(extra_arguments(random_routes(5, SPEC), as_text=False), tokens=4)
 
 

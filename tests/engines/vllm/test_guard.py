@@ -119,7 +119,7 @@ def test_a_client_without_the_key_is_told_so_and_one_with_it_does_everything(
     vllm_http_engine: Engine, servers: Servers, checkpoints: Checkpoints
 ) -> None:
     for key in (None, "wrong"):
-        with pytest.raises(EngineError, match=r"answered 401.*Is api_key="):
+        with pytest.raises(EngineError, match=r"answered 401.*Pass the server's key as api_key="):
             VllmHttpEngine(servers.ours.url, api_key=key)
     before = one(vllm_http_engine, Request(prompt(), GREEDY))
     assert vllm_http_engine.vocabulary == 128

@@ -83,12 +83,12 @@ def test_a_server_without_the_plugin_says_what_is_missing(fake: Stub, status: in
 
 
 def test_a_server_whose_vllm_does_not_fit_says_which_seam(fake: Stub) -> None:
-    report = {**NOTHING, "active": False, "reason": "Router Replay is NOT active in this vLLM: X.y is not there"}
+    report = {**NOTHING, "active": False, "reason": "Router Replay is NOT active in this vLLM: X.y does not exist"}
     fake.answers["/collective_rpc"] = Reply({"results": [report]})
-    with pytest.raises(EngineError, match=r"NOT active in this vLLM: X\.y is not there"):
+    with pytest.raises(EngineError, match=r"NOT active in this vLLM: X\.y does not exist"):
         VllmHttpEngine(fake.url)
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
-        assert "X.y is not there" in engine.capabilities.why_not
+        assert "X.y does not exist" in engine.capabilities.why_not
         assert not engine.capabilities.versions
         assert len(one(engine, REQUEST).token_ids) == 1
 
@@ -115,7 +115,7 @@ def test_a_server_that_is_busy_is_asked_again_and_then_given_up(fake: Stub) -> N
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"choices": [{"index": "x"}]}, "was not understood"),
+        ({"choices": [{"index": "x"}]}, "is not the expected JSON"),
         (choice(index=1), "asked for 1 samples"),
         (choice(rows=2), "expected 1 rows"),
         (choice(logprobs=None), "1 tokens, 0 log-probs"),
@@ -134,7 +134,7 @@ def test_an_answer_that_breaks_off_is_no_sample(fake: Stub) -> None:
     with VllmHttpEngine(fake.url, spec=SPEC) as engine:
         fake.answers["/inference/v1/generate"] = Reply(choice(), sent=40)
         fake.asked.clear()
-        with pytest.raises(EngineError, match="broke before the answer was whole"):
+        with pytest.raises(EngineError, match="broke before the answer was complete"):
             one(engine, REQUEST)
         assert len(fake.asked) == 1  # a request that was begun is not sent again behind the caller's back
 

@@ -109,7 +109,9 @@ def test_forcing(name: str) -> None:
 
 
 def test_a_rule_that_is_not_known_is_refused() -> None:
-    with pytest.raises(EngineError, match="CustomRoutingRouter weighs its experts by a rule that forced routing"):
+    with pytest.raises(
+        EngineError, match="CustomRoutingRouter computes expert weights by a rule that forced routing does not"
+    ):
         find_rule(custom_router(squared), 8, torch.float32, CPU)
 
 
@@ -122,10 +124,10 @@ def test_a_monolithic_kernel_is_refused_with_the_reason() -> None:
         router = cpu_router()
         _quant_method = SimpleNamespace(is_monolithic=True)
 
-    with pytest.raises(EngineError, match=r"0 uses a monolithic MoE kernel .* choose a modular one"):
+    with pytest.raises(EngineError, match=r"0 uses a monolithic MoE kernel .* choose a modular kernel"):
         find_routers(torch.nn.Sequential(Layer()), RouterSpec(E, K, (0,)))
     Layer._quant_method = SimpleNamespace(is_monolithic=False)
-    with pytest.raises(EngineError, match=r"routers in layers \[0\], its config says \[0, 1\]"):
+    with pytest.raises(EngineError, match=r"routers in layers \[0\], expected \[0, 1\] from its config"):
         find_routers(torch.nn.Sequential(Layer()), RouterSpec(E, K, (0, 1)))
 
 

@@ -29,11 +29,11 @@ def place(first: int, *, second: int = 0) -> int:
     ("seam", "problem"),
     [
         (Seam(__name__, "place", "called", "", ("first", "second", "min")), ""),
-        (Seam("no_such_module", "", "called", ""), "no_such_module is not there"),
-        (Seam(f"{__name__}:Nothing", "", "called", ""), "Nothing is not there"),
-        (Seam(__name__, "nothing", "called", ""), "nothing is not there"),
-        (Seam(__name__, "place", "called", "", ("first", "third", "max")), "place knows no third, max"),
-        (Seam("router_replay.engines.vllm.samples:Sample", "", "read", "", ("index",)), "knows no index"),
+        (Seam("no_such_module", "", "called", ""), "no_such_module does not exist"),
+        (Seam(f"{__name__}:Nothing", "", "called", ""), "Nothing does not exist"),
+        (Seam(__name__, "nothing", "called", ""), "nothing does not exist"),
+        (Seam(__name__, "place", "called", "", ("first", "third", "max")), "place has no third, max"),
+        (Seam("router_replay.engines.vllm.samples:Sample", "", "read", "", ("index",)), "has no index"),
     ],
 )
 def test_a_seam_says_what_is_not_as_it_must_be(seam: Seam, problem: str) -> None:
@@ -95,7 +95,7 @@ assert all(after == before[place] for place, after in touched().items() if place
 assert not hasattr(Worker, "router_replay_update_weights")
 report = Worker.router_replay_report(None)
 assert report["active"] is False and report["forced_routes"] is False
-assert "moved_away is not there" in report["reason"]
+assert "moved_away does not exist" in report["reason"]
 assert [one["name"] for one in report["seams"] if one["problem"]] == ["moved_away"]
 
 # A version that was never tried is refused in the same way.
@@ -134,4 +134,6 @@ def test_all_seams_are_patched_or_none() -> None:
     done = subprocess.run([sys.executable, "-c", CHECKS], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "all"
-    assert "Router Replay is NOT active in this vLLM, nothing of it was changed" in done.stdout + done.stderr
+    assert (
+        "the plugin of Router Replay is NOT active in this vLLM, and nothing was patched" in done.stdout + done.stderr
+    )

@@ -52,7 +52,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "example.org", "", "[::]", "127.0.0.1.example.org"])
 @pytest.mark.parametrize("form", [["--host", "{}"], ["--host={}"], ["--hos", "{}"], ["--port", "1", "--host={}"]])
 def test_an_open_address_without_a_key_is_refused(no_keys: None, host: str, form: list[str]) -> None:
-    with pytest.raises(EngineError, match="name it by --api-key-env"):
+    with pytest.raises(EngineError, match="name that by --api-key-env"):
         server_command("model", [part.format(host) for part in form])
 
 
@@ -86,7 +86,7 @@ def test_the_key_reaches_the_server_by_its_environment_alone(
         (["--api-key", "hunter2"], "list of processes"),
         (["--api-key=hunter2"], "list of processes"),
         (["--api_key", "hunter2"], "list of processes"),
-        (["--grpc"], "gRPC would go past it"),
+        (["--grpc"], "gRPC would bypass it"),
     ],
 )
 def test_what_would_go_past_the_guard_is_refused(no_keys: None, arguments: list[str], reason: str) -> None:
@@ -99,7 +99,7 @@ def test_a_key_that_is_not_there_or_cannot_be_sent(no_keys: None, monkeypatch: p
     with pytest.raises(EngineError, match="--api-key-env MY_KEY: this environment variable is not set"):
         server_command("model", [], "MY_KEY")
     monkeypatch.setenv("MY_KEY", "hunter2 hunter2")
-    with pytest.raises(EngineError, match="must not hold a space") as caught:
+    with pytest.raises(EngineError, match="must not contain a space") as caught:
         server_command("model", [], "MY_KEY")
     assert "hunter2" not in str(caught.value)
 

@@ -60,9 +60,9 @@ def test_shared_tensors_are_what_the_other_side_reads() -> None:
         assert torch.equal(dict(open_source(weights.info()))["a"], state["a"])
         weights.write({name: tensor.float() * 2 for name, tensor in state.items()})
         assert torch.equal(dict(open_source(weights.info()))["c"], state["c"] * 2)
-        with pytest.raises(EngineError, match=r"a has shape \[2, 3\], this memory has room for \[3, 2\]"):
+        with pytest.raises(EngineError, match=r"a has shape \[2, 3\], expected \[3, 2\]"):
             weights.write(state | {"a": state["a"].T})
-        with pytest.raises(EngineError, match="made for other tensors: e"):
+        with pytest.raises(EngineError, match="in only one of the two: e"):
             weights.write({name: tensor for name, tensor in state.items() if name != "e"})
     assert not (SHARED_MEMORY / weights.name).exists()
     with pytest.raises(EngineError, match="was closed"):
@@ -80,7 +80,7 @@ def test_shared_memory_goes_with_its_owner() -> None:
 def test_more_shared_memory_than_there_is_is_an_error_and_leaves_nothing() -> None:
     before = segments()
     huge = {"a": torch.empty(1 << 50, device="meta")}
-    with pytest.raises(EngineError, match="MiB of shared memory are not to be had"):
+    with pytest.raises(EngineError, match="MiB of shared memory could not be allocated"):
         SharedWeights(huge)
     assert segments() == before
 
@@ -167,11 +167,11 @@ def test_a_models_tensors_are_those_that_save_pretrained_writes(checkpoints: Che
     ("change", "message"),
     [
         ({"dtype": "bf16"}, "a: dtype 'bf16' is not one of float64"),
-        ({"dtype": "float64"}, r"a: float64 \(4,\) at offset 0 ends at byte 32 of 16"),
-        ({"offset": 4}, "ends at byte 20 of 16"),
-        ({"offset": -4}, "must be integers from 0 on"),
-        ({"offset": 2, "shape": [1]}, "the offset is no multiple of 4"),
-        ({"shape": [2.0, 2]}, "must be integers from 0 on"),
+        ({"dtype": "float64"}, r"a: float64 \(4,\) at offset 0 ends at byte 32, the shared memory has 16 bytes"),
+        ({"offset": 4}, "ends at byte 20, the shared memory has 16 bytes"),
+        ({"offset": -4}, "must be integers of at least 0"),
+        ({"offset": 2, "shape": [1]}, "the offset is not a multiple of 4"),
+        ({"shape": [2.0, 2]}, "must be integers of at least 0"),
         ({"shape": None}, 'expected {"dtype", "shape", "offset"}'),
     ],
 )
@@ -186,10 +186,13 @@ def test_an_index_that_cannot_be_is_refused(change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, "weights come from"),
-        ({"path": "x", "shared": {}}, "weights come from"),
-        ({"shared": {"name": "x", "tensors": {}}}, "shared memory is"),
-        ({"shared": {"name": "../etc/passwd", "tensors": {"a": {}}}}, "the name of shared memory is that of a file"),
+        ({}, "the weight source must be"),
+        ({"path": "x", "shared": {}}, "the weight source must be"),
+        ({"shared": {"name": "x", "tensors": {}}}, "shared memory must be"),
+        (
+            {"shared": {"name": "../etc/passwd", "tensors": {"a": {}}}},
+            "the name of shared memory must be that of a file",
+        ),
         ({"shared": {"name": "router-replay-gone", "tensors": {"a": {}}}}, "cannot be read by the vLLM worker"),
     ],
 )
@@ -201,7 +204,7 @@ def test_a_source_that_is_none_is_refused(source: dict[str, Any], message: str) 
 def test_a_file_that_was_cut_is_refused(tmp_path: pathlib.Path, checkpoints: Checkpoints) -> None:
     whole = pathlib.Path(checkpoints.a, "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(EngineError, match="is not a whole safetensors file"):
+    with pytest.raises(EngineError, match="is not a complete safetensors file"):
         open_source({"path": str(tmp_path)})
 
 
@@ -217,10 +220,10 @@ def test_a_load_that_fails_on_the_way_is_the_end_of_the_worker(checkpoints: Chec
     worker = types.SimpleNamespace(model_runner=runner, device=torch.device("cpu"), reload_weights=reload_weights)
     loader = WeightLoader(worker)
     loader.refuse_broken()
-    with pytest.raises(EngineError, match="failed on the way, what the worker holds is unknown"):
+    with pytest.raises(EngineError, match="failed partway, so it is unknown which weights the worker has"):
         loader.load(open_source({"path": checkpoints.a}))
     for call in (loader.refuse_broken, lambda: loader.open({"path": checkpoints.a})):  # every step, every update
-        with pytest.raises(EngineError, match="what the worker holds is unknown"):
+        with pytest.raises(EngineError, match="it is unknown which weights the worker has"):
             call()
 
 
@@ -352,7 +355,7 @@ def test_memory_that_is_gone_and_an_empty_session_change_nothing(weights: Weight
         pass
     assert "cannot be read by the vLLM worker" in weights.send(closed.info())
     assert not weights.post("/start_weight_update")
-    assert "no weights came, the old ones stay" in weights.post("/finish_weight_update")
+    assert "without update_weights before it: the weights were not changed" in weights.post("/finish_weight_update")
     assert same(weights.answer(), on_a)
 
 

@@ -29,14 +29,14 @@ def why_one_at_a_time(config: Any) -> str:
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None)
     if "chunked_attention" in (types or ()) or (types is None and getattr(text, "attention_chunk_size", None)):
-        return "its chunked attention counts positions in slots of the cache, padding included"
+        return "its chunked attention counts positions by the slots of the cache, including padding"
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
-        return f"its attention of type {error} keeps a cache of its own"
+        return f"its attention of type {error} uses a cache of another kind"
     for number, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"the cache of its layer {number} ({type(layer).__name__}) is not one slot per token"
+            return f"the cache of its layer {number} ({type(layer).__name__}) does not have one slot per token"
     return ""
 
 
@@ -49,6 +49,7 @@ class RaggedCache:
 
     @property
     def width(self) -> int:
+        """The length of the longest sequence, which is the number of slots."""
         return max(self.lengths, default=0)
 
     def positions(self, device: Any) -> Any:

@@ -39,11 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(Engine):
-    """Generates with a given model, or with a Hugging Face folder that is loaded with `load_arguments`.
+    """Generates with a given `model`, or with a Hugging Face folder that is loaded with `load_arguments`.
 
-    Until `close`, the engine owns the model: it sets evaluation mode and controls its routes and weights. `max_batch`
-    limits the samples that decode together, `max_prefill_tokens` the prompt tokens of one pass (a longer prompt gets
-    a separate pass), and `max_length` the tokens of prompt plus completion (by default the model's own limit).
+    Until `close`, the engine owns the model: it sets evaluation mode and controls its routes and weights. `version` is
+    the policy version of the weights that the model has now. `max_batch` limits the samples that decode together,
+    `max_prefill_tokens` the prompt tokens of one pass (a longer prompt gets a separate pass), and `max_length` the
+    tokens of prompt plus completion (by default the model's own limit). `eos_token_id` is the token, or the tokens,
+    that end a sequence (by default those of the model's config).
     """
 
     def __init__(
@@ -65,10 +67,16 @@ class EmbeddedEngine(Engine):
         if isinstance(model, str | os.PathLike):
             model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
         elif load_arguments:
-            raise EngineError(f"{', '.join(load_arguments)}: arguments of loading, and the model is loaded already")
+            raise EngineError(
+                f"{', '.join(load_arguments)}: these arguments are for loading a folder, but the model is already "
+                "loaded: leave them out, or pass the path of a folder"
+            )
         inner = inner_model(model)  # without the wrappers of torch.compile, PEFT and others
         if inner.get_output_embeddings() is None or "decoder_input_ids" in signature(type(inner).forward).parameters:
-            raise EngineError(f"{type(inner).__name__} is no decoder with a language-model head: it cannot generate")
+            raise EngineError(
+                f"{type(inner).__name__} cannot generate: expected a decoder-only model with a language-model head, "
+                "as AutoModelForCausalLM loads it"
+            )
         why = why_one_at_a_time(inner.config)
         why = f"samples are generated one at a time: {why}" if why else ""
         text = inner.config.get_text_config(decoder=True)
@@ -84,7 +92,7 @@ class EmbeddedEngine(Engine):
         self._wake = threading.Condition()
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._closing = False
-        self._end = "this engine was closed"
+        self._end = "this engine was closed: create a new one"
         self._thread = threading.Thread(target=self._run, name="router-replay-embedded", daemon=True)
         self._thread.start()
 
@@ -92,9 +100,11 @@ class EmbeddedEngine(Engine):
 
     @property
     def version(self) -> int:  # type: ignore[override]
+        """The policy version of the weights that the next pass uses."""
         return self._schedule.version
 
     async def submit(self, request: Request) -> list[Completion]:
+        """Generate all samples of one `request`. A cancelled call frees its place in the batch."""
         flight = Flight(self._checked(request), self._end_of_sequence, self._max_length)
         joined = self._post(lambda: self._schedule.join(flight))
         try:
@@ -105,7 +115,7 @@ class EmbeddedEngine(Engine):
             raise
 
     def generate_each(self, requests: Iterable[Request]) -> list[list[Completion]]:
-        """Generate and return one list of samples per request.
+        """Generate and return one list of samples for each of the `requests`.
 
         The requests join the batch together. Which requests share a pass, and so every bit of the result, depends only
         on the requests and not on thread timing.
@@ -124,20 +134,24 @@ class EmbeddedEngine(Engine):
         return [future.result() for future in futures]
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[Completion]:
+        """Abort the requests `request_ids` (all if None) after the current pass, and return their output so far."""
         wanted = checks.request_ids(request_ids)
         return self._post(lambda: self._schedule.abort(wanted)).result()
 
     def pause(self, in_flight: InFlight = "keep") -> None:
+        """Run no more passes after settling running requests by `in_flight`."""
         self._when_settled(in_flight, lambda: self._set_paused(True))
 
     def resume(self) -> None:
+        """Run passes again."""
         self._when_settled("keep", lambda: self._set_paused(False))
 
     def update_weights(self, source: Source, version: int, in_flight: InFlight = "abort") -> None:
-        """Load the weights of a folder, a state dict or a module in place. Generation stops meanwhile.
+        """Load the weights of a folder, a state dict or a module in place as `version`. Generation stops meanwhile.
 
-        Raises EngineError for a source that does not fit, before any request is affected. Kept requests continue with
-        their key-value cache of the old weights; the versions of their tokens and rows record this.
+        Raises EngineError for a `source` that does not fit, before any request is affected. `in_flight` says what
+        happens to running requests. Kept requests continue with their key-value cache of the old weights; the versions
+        of their tokens and rows record this.
         """
         refuse_folder(source)
         version = checks.version(version)
@@ -149,6 +163,7 @@ class EmbeddedEngine(Engine):
         )
 
     def close(self) -> None:
+        """Stop the engine's thread and give the model back. Requests in flight fail with EngineError."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -160,7 +175,10 @@ class EmbeddedEngine(Engine):
         request = super()._checked(request)
         tokens = len(request.token_ids)
         if tokens >= self._max_length:
-            raise EngineError(f"{request.id}: a prompt of {tokens} tokens leaves no room in {self._max_length}")
+            raise EngineError(
+                f"{request.id}: the prompt has {tokens} tokens, expected at most {self._max_length - 1}: prompt and "
+                f"completion together have a limit of {self._max_length} tokens (max_length)"
+            )
         return request
 
     def _give_up(self, flights: Sequence[Flight]) -> None:
@@ -195,8 +213,8 @@ class EmbeddedEngine(Engine):
                     self._schedule.pass_barriers()
                     self._schedule.advance()
         except BaseException as error:
-            self._end = f"the engine's thread died: {type(error).__name__}: {error}; start a new engine"
-            logger.exception("the thread of the embedded engine died; whoever waits for it is told")
+            self._end = f"the engine's thread died: {type(error).__name__}: {error}. Create a new engine"
+            logger.exception("the thread of the embedded engine died; all waiting calls raise EngineError")
         finally:
             self._shut_down()
 
@@ -224,7 +242,10 @@ class EmbeddedEngine(Engine):
         try:
             copy_in_place(inner_model(self._model), tensors)
         except Exception as error:
-            broken = f"copying the weights of version {version} failed half-way: {error}; start a new engine"
+            broken = (
+                f"copying the weights of version {version} failed partway, so the model's weights are unknown: {error}"
+                ". Create a new engine"
+            )
             self._schedule.broken = broken
             self._schedule.fail_all(broken)
             raise EngineError(broken) from error
@@ -235,7 +256,7 @@ class EmbeddedEngine(Engine):
             self._closing = True
             left = [future for _, future in self._commands]
         for future in left:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller has cancelled it
                 future.set_exception(EngineError(self._end))
         try:
             self._schedule.end(self._end)

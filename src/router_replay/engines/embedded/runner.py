@@ -112,7 +112,7 @@ class Runner:
                 sample.take(its_rows, token, logprob, version)
             elif not sample.flight.landed:
                 place = len(sample.flight.tokens) + len(sample.tokens)
-                reason = f"the logits of position {place} are not finite: what are the weights of version {version}?"
+                reason = f"the logits of position {place} are not finite: check the weights of version {version}"
                 sample.flight.fail(EngineError(f"{sample.flight.request.id}: {reason}"))
 
 

@@ -33,8 +33,9 @@ class Flight:
         self.landed = False
 
     def fail(self, error: Exception) -> None:
+        """Answer the request with an error."""
         self.landed = True
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller has cancelled it
             self.future.set_exception(error)
 
     def land(self, spec: RouterSpec) -> list[Completion]:
@@ -46,7 +47,7 @@ class Flight:
         try:
             completions = [sample.completion(spec) for sample in self.samples]
         except Exception as error:
-            failure = EngineError(f"{self.request.id}: no answer could be made: {type(error).__name__}: {error}")
+            failure = EngineError(f"{self.request.id}: building the answer failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.fail(failure)
             return []
@@ -70,6 +71,7 @@ class Sample:
         self.finish: FinishReason | None = None
 
     def uniform(self) -> float:
+        """Return the next random number in [0, 1) of this sample's own generator."""
         return int(self._random.integers(RESOLUTION)) / RESOLUTION
 
     def take(self, rows: np.ndarray, token: int, logprob: float, version: int) -> None:
@@ -84,6 +86,7 @@ class Sample:
             self.finish = "length"
 
     def completion(self, spec: RouterSpec) -> Completion:
+        """Return the output so far. An unfinished sample has the finish reason "abort"."""
         request = self.flight.request
         routes = Routes(np.concatenate(self._rows)[request.start :], spec) if self.tokens else None
         return Completion.assemble(

@@ -53,12 +53,13 @@ class Schedule:
         self._waiting: list[Sample] = []
 
     def join(self, *flights: Flight) -> None:
+        """Add requests, which start when there is room. Raises EngineError if an id is already in flight."""
         if self.broken:
             raise EngineError(self.broken)
         names = [flight.request.id for flight in self._flights if not flight.future.cancelled()]
         for name, count in collections.Counter([*names, *(flight.request.id for flight in flights)]).items():
             if count > 1:
-                raise EngineError(f"{name}: a request of this id is in flight; give each an id of its own")
+                raise EngineError(f"{name}: another request with this id is in flight: give every request a unique id")
         for flight in flights:
             self._flights[flight] = None
             self._waiting += flight.samples
@@ -73,6 +74,7 @@ class Schedule:
         return completions
 
     def add(self, barrier: Barrier) -> None:
+        """Append a barrier, which applies to the requests that are in flight now."""
         barrier.before = list(self._flights)
         self._barriers.append(barrier)
 
@@ -85,11 +87,13 @@ class Schedule:
                 barrier.future.set_exception(EngineError(reason))
 
     def fail_all(self, reason: str) -> None:
+        """Fail all requests in flight with the reason; barriers stay."""
         for flight in self._flights:
             flight.fail(EngineError(f"{flight.request.id}: {reason}"))
         self.land()
 
     def has_work(self) -> bool:
+        """Return whether a barrier or a pass can run now."""
         if self._barriers and not self._must_wait(self._barriers[0]):
             return True
         return not self.paused and bool(self._runner.samples or self._admissible())

@@ -18,7 +18,7 @@ from torch import nn
 from router_replay.errors import EngineError, shorten
 from router_replay.forward.inner import inner_model
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # or an nn.Module, unknown to a type checker
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # Any stands for an nn.Module
 
 
 def refuse_folder(source: Any) -> None:
@@ -27,10 +27,12 @@ def refuse_folder(source: Any) -> None:
         return
     if not isinstance(source, str | os.PathLike):
         raise EngineError(
-            f"weights come from a Hugging Face folder, a state dict or a module, got {type(source).__name__}"
+            f"weights must be the path of a Hugging Face folder, a state dict or a module, got {type(source).__name__}"
         )
     if not any(pathlib.Path(source).glob("*.safetensors")):
-        raise EngineError(f"no .safetensors file in {os.fspath(source)}: weights come from a Hugging Face folder")
+        raise EngineError(
+            f"no .safetensors file in {os.fspath(source)}: expected a Hugging Face folder, as save_pretrained writes it"
+        )
 
 
 def stage(model: Any, source: Source) -> dict[str, Any]:
@@ -59,11 +61,12 @@ def stage(model: Any, source: Source) -> dict[str, Any]:
         f"{what} {shorten(sorted(map(str, info.get(key) or ())))}" for what, key in _WRONG.items() if info.get(key)
     ]
     if wrong:
-        raise EngineError(f"the weights of {folder} are not those of {type(model).__name__}: {'; '.join(wrong)}")
+        raise EngineError(f"the weights of {folder} do not fit {type(model).__name__}: {'; '.join(wrong)}")
     return _fitting(model, loaded.state_dict(), folder)
 
 
 def copy_in_place(model: Any, tensors: Mapping[str, Any]) -> None:
+    """Copy staged tensors into the model's own, which keeps their memory, dtype and device."""
     with torch.no_grad():
         for name, target in model.state_dict().items():
             target.copy_(tensors[name])
@@ -91,5 +94,5 @@ def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, An
     }
     if any(wrong.values()):
         said = "; ".join(f"{what} {shorten(sorted(names))}" for what, names in wrong.items() if names)
-        raise EngineError(f"the weights of {where} are not those of {type(model).__name__}: {said}")
+        raise EngineError(f"the weights of {where} do not fit {type(model).__name__}: {said}")
     return found

@@ -27,6 +27,8 @@ from router_replay.spec import RouterSpec
 
 
 class Span(msgspec.Struct):
+    """Holds one entry of `weight_versions`: the sampled tokens [start, end) and the name of their weights."""
+
     version: str
     start: int
     end: int
@@ -71,8 +73,8 @@ def completion_of(
     meta, tokens, prompt = answer.meta_info, len(answer.output_ids), len(request.token_ids)
     if meta.prompt_tokens not in (None, prompt):
         raise EngineError(
-            f"{request.id}: sent {prompt} prompt tokens, SGLang used {meta.prompt_tokens}: it cut the prompt "
-            "(--allow-auto-truncate), and rows would belong to other positions"
+            f"{request.id}: sent {prompt} prompt tokens, but SGLang used {meta.prompt_tokens}: it cut the prompt, and "
+            "rows would belong to other positions. Start it without --allow-auto-truncate, or send a shorter prompt"
         )
     versions = _token_versions(meta, tokens, version, names, request.id)
     finish = meta.finish_reason.type if meta.finish_reason else None
@@ -82,8 +84,8 @@ def completion_of(
         found = _rows(meta.routed_experts, spec, request.id, allow_zero_layers=True)
     elif tokens and routes and finish != "abort":  # a request aborted in the queue has tokens but no rows
         raise EngineError(
-            f"{request.id}: {tokens} tokens came without meta_info.routed_experts: was the server started with "
-            "--enable-return-routed-experts?"
+            f"{request.id}: SGLang returned {tokens} tokens without meta_info.routed_experts: start the server with "
+            "--enable-return-routed-experts"
         )
     return Completion.assemble(
         request,
@@ -112,30 +114,33 @@ def routes_of_openai(
         choices, extension, usage = answer["choices"], answer.get("sglext"), answer.get("usage") or {}
         count = len(choices)
     except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"this is not an OpenAI response of SGLang: {type(error).__name__}: {error}") from error
+        raise EngineError(
+            f"expected an OpenAI response of SGLang, and could not read it: {type(error).__name__}: {error}"
+        ) from error
     if count != 1:
         raise EngineError(
-            f"{count} choices, but sglext.routed_experts is one array, the first choice's: the others' rows are not in "
-            "the answer. Send n = 1 per request, or use /generate (SglangEngine), where each sample has its own"
+            f"the answer has {count} choices, expected 1: sglext.routed_experts has the rows of the first choice only. "
+            "Send n = 1 in each request, or use /generate (SglangEngine), where each sample has its own rows"
         )
     text = extension.get("routed_experts") if isinstance(extension, Mapping) else None
     if text is None:
         raise EngineError(
-            "the answer has no sglext.routed_experts: send return_routed_experts: true, to a server that was started "
-            "with --enable-return-routed-experts"
+            "the answer has no sglext.routed_experts: start the server with --enable-return-routed-experts, and send "
+            "return_routed_experts: true in the request"
         )
     spans = (answer.get("metadata") or {}).get("weight_versions") or []
     if len(spans) > 1:
         raise EngineError(
-            f"weights changed during this answer ({[span.get('version') for span in spans]}), and the OpenAI routes do "
-            "not say whether the old tokens were computed anew: use /generate (SglangEngine)"
+            f"the weights changed during this answer ({[span.get('version') for span in spans]}), and the OpenAI "
+            "routes do not say whether SGLang recomputed the old tokens: use /generate (SglangEngine)"
         )
     rows = _rows(text, spec, "sglext", allow_zero_layers)
     sizes = [size for size in (usage.get("prompt_tokens"), usage.get("completion_tokens")) if isinstance(size, int)]
     expected = row_count(sizes[0], sizes[1], start) if len(sizes) == 2 else len(rows)
     if len(rows) != expected:
         raise EngineError(
-            f"expected {expected} rows (usage {sizes[0]} + {sizes[1]} - 1 - start {start}), got {len(rows)}"
+            f"expected {expected} rows (prompt_tokens {sizes[0]} + completion_tokens {sizes[1]} - 1 - start {start}), "
+            f"got {len(rows)}"
         )
     return rows
 
@@ -151,12 +156,15 @@ def _logprobs(meta: _Meta, token_ids: Sequence[int], place: str) -> np.ndarray:
     pairs = meta.output_token_logprobs or []
     if [token for _, token, _ in pairs] != list(token_ids):
         raise EngineError(
-            f"{place}: log-probs of {len(pairs)} tokens for {len(token_ids)} sampled ones, or of other tokens: "
-            "nothing of this answer was used"
+            f"{place}: expected the log-probs of {len(token_ids)} sampled tokens, got the log-probs of {len(pairs)} "
+            "tokens, or of other tokens: the answer was discarded"
         )
     values = np.asarray([np.nan if value is None else value for value, _, _ in pairs], np.float32)
     if np.isnan(values).any():
-        raise EngineError(f"{place}: token {int(np.flatnonzero(np.isnan(values))[0])} has no log-prob")
+        raise EngineError(
+            f"{place}: sampled token {int(np.flatnonzero(np.isnan(values))[0])} has no log-prob: "
+            "the answer was discarded"
+        )
     return values
 
 
@@ -167,27 +175,34 @@ def _token_versions(meta: _Meta, tokens: int, version: int, names: Mapping[str, 
     if spans is None:
         spans = [] if meta.weight_version is None else [Span(meta.weight_version, 0, tokens)]
     if not spans:
-        raise EngineError(f"{place}: the answer does not say which weights sampled it (meta_info.weight_version)")
+        raise EngineError(
+            f"{place}: the answer does not say which weights sampled it: expected meta_info.weight_versions or "
+            "weight_version"
+        )
     gaps = any(a.end != b.start for a, b in itertools.pairwise(spans))
     if gaps or spans[0].start != 0 or spans[-1].end != tokens or any(span.end < span.start for span in spans):
-        raise EngineError(f"{place}: weight_versions {_shown(spans)} do not cover the {tokens} sampled tokens")
+        raise EngineError(
+            f"{place}: weight_versions {_shown(spans)} do not cover the {tokens} sampled tokens: expected spans from 0 "
+            f"to {tokens} without gaps"
+        )
     unknown = [span.version for span in spans if span.version not in names]
     if unknown:
         raise EngineError(
-            f"{place}: sampled with weights {unknown}, which this engine did not load (it knows {sorted(names)}): "
-            "somebody else updates this server. Load weights through one engine only, by update_weights"
+            f"{place}: sampled with weights {unknown}, which this engine did not load (it loaded {sorted(names)}): "
+            "another client updates this server. Load weights through update_weights of one engine only"
         )
     found = [names[span.version] for span in spans]
     if len(set(found)) > 1 and meta.num_retractions != 0:
         raise EngineError(
-            f"{place}: weights {_shown(spans)} and {meta.num_retractions} retractions: SGLang computed the old tokens "
-            "anew, so their rows are the new weights' and their log-probs the old ones'. Generate it again; pause by "
-            "this engine (held in place), and give the server enough memory not to retract"
+            f"{place}: the weights changed ({_shown(spans)}) and num_retractions is {meta.num_retractions}, expected "
+            "0: SGLang recomputed the old tokens of a retracted request, so their rows come from the new weights and "
+            "their log-probs from the old ones. Generate it again; pause through this engine only, and give the server "
+            "enough memory not to retract requests"
         )
     if found[0] != version:
         raise EngineError(
-            f"{place}: started under policy {version}, its first token was sampled by policy {found[0]}: which of them "
-            "routed the prompt is not known. Generate it again"
+            f"{place}: started with policy version {version}, but its first token was sampled by version {found[0]}: "
+            "it is unknown which of them routed the prompt. Generate it again"
         )
     return np.repeat(found, [span.end - span.start for span in spans]).astype(np.int64)
 

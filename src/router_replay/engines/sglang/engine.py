@@ -29,16 +29,16 @@ from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
 TESTED = "0.5.23"
-BREATH = 0.05  # seconds; too short for a request of another client to end
+BREATH = 0.05  # seconds that the paused scheduler runs; short, because requests of other clients run too
 FLUSHES = 6  # attempts, with growing pauses: a request that is just ending still holds its blocks
 NOT_FLUSHED = "cache was not flushed"
 UNTOUCHED = ("Failed to get model loader", "Failed to get weights iterator")  # before the first weight is written
 _NO_CAPTURE = "the server was started without --enable-return-routed-experts"
-_NO_FORCING = "SGLang cannot be told which experts to use: it has no hook between its router and its kernels"
+_NO_FORCING = "SGLang cannot force routes: it has no hook between its router and its kernels"
 
 
 class SglangEngine(RemoteEngine):
-    """Connects to one SGLang server.
+    """Connects to one SGLang server at `url`. `version` is the policy version of the weights that it has now.
 
     `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
     `spec` is read from the server's model folder if that is on this machine, and must be given otherwise.
@@ -104,7 +104,7 @@ class SglangBackend(Backend):
         lacks = [] if captures else [_NO_CAPTURE]
         lacks.append(_NO_FORCING)
         if info.get("version") != TESTED:
-            lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tried, {TESTED} was")
+            lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tested, only {TESTED}")
         self.capabilities = Capabilities(
             routes=captures, forced_routes=False, start=captures, versions=True, why_not="; ".join(lacks)
         )
@@ -119,24 +119,26 @@ class SglangBackend(Backend):
         info = parsed(answer, self._http.url + path)
         if not isinstance(info, dict):
             came = str(info)[:200]
-            raise EngineError(f"{self._http.url}{path}: expected an object, got {came}. Is this SGLang?")
+            raise EngineError(f"{self._http.url}{path}: expected a JSON object, got {came}. Is this SGLang?")
         return info
 
     # -- generating -----------------------------------------------------------------------------
 
     def refuse(self, request: Request) -> None:
+        """Raise EngineError for a seed or stop tokens that this server would ignore."""
         if request.sampling.seed is not None and not self._seeds:
             raise EngineError(
-                f"{request.id}: seed {request.sampling.seed}, but this server ignores seeds: start it with "
+                f"{request.id}: the seed is {request.sampling.seed}, but this server ignores seeds: start it with "
                 "--enable-deterministic-inference, or leave the seed out"
             )
         if request.sampling.ignore_eos and request.sampling.stop_token_ids:
             raise EngineError(
-                f"{request.id}: SGLang looks at no stop token where ignore_eos is set, so "
-                f"{request.sampling.stop_token_ids} would not end it: leave one of the two out"
+                f"{request.id}: SGLang ignores stop tokens if ignore_eos is set, so stop_token_ids "
+                f"{request.sampling.stop_token_ids} would have no effect: leave one of the two out"
             )
 
     async def generate(self, flight: Flight) -> list[Completion]:
+        """Generate each sample by a separate call, so that it has its own rows."""
         samples = [asyncio.ensure_future(self._sample(flight, index)) for index in range(flight.request.sampling.n)]
         try:
             return await asyncio.gather(*samples)
@@ -156,6 +158,7 @@ class SglangBackend(Backend):
         return without_prompt_rows(completion, len(request.token_ids)) if self._role == "decode" else completion
 
     async def stop(self, flights: Sequence[Flight]) -> None:
+        """Ask the server to abort every sample of these requests."""
         names = [name for flight in flights for name in flight.names]
         await asyncio.gather(
             *(self._http.expect("POST", "/abort_request", {"rid": name}, repeat=True) for name in names)
@@ -164,27 +167,35 @@ class SglangBackend(Backend):
     # -- holding and loading --------------------------------------------------------------------
 
     async def hold(self, kept: Sequence[Flight]) -> None:
+        """Pause the server in place, so that kept requests keep their KV and their rows."""
         # Never use "retract": after a weight swap, rows of a retracted request are not those that sampled its tokens.
         await self._http.expect("POST", "/pause_generation", {"mode": "in_place"}, repeat=True, patient=True)
 
     async def go(self) -> None:
+        """Let the server continue."""
         await self._http.expect("POST", "/continue_generation", {}, repeat=True, patient=True)
 
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
+        """Load a folder that the server can read, under a version name that it never had before."""
         name = str(version) if str(version) not in self._names else f"{version}.{len(self._names)}"
         body = {"model_path": str(source), "weight_version": name, "flush_cache": not kept}
         try:
             status, raw = await self._http.request("POST", "/update_weights_from_disk", body, patient=True)
             answer = parsed(raw, f"{self._http.url}/update_weights_from_disk")
         except EngineError as error:
-            raise BrokenError(f"no answer while loading {source}, what the server holds is unknown: {error}") from error
+            raise BrokenError(
+                f"the update with {source} got no valid answer, so it is unknown which weights the server has: {error}"
+                ". Restart the server, then create a new engine"
+            ) from error
         text = str(answer.get("message", answer)) if isinstance(answer, dict) else str(answer)
         loaded = status == 200 and isinstance(answer, dict) and answer.get("success") is True
         if not loaded and NOT_FLUSHED not in text:
             problem = f"{self._http.url} did not load {source}: {text[:500]}"
             if not text.startswith(UNTOUCHED):
                 # SGLang's roll-back reads the new folder again, so "rolled back" does not mean the old weights.
-                raise BrokenError(f"{problem}. What it holds now is unknown: load weights anew into a fresh server")
+                raise BrokenError(
+                    f"{problem}. It is unknown which weights it has now: restart the server, then create a new engine"
+                )
             raise EngineError(problem)
         if not loaded:
             await self._finish(str(source), name)
@@ -205,7 +216,10 @@ class SglangBackend(Backend):
         except BrokenError:
             raise
         except EngineError as error:
-            raise BrokenError(f"{self._http.url} loaded {source}, but not its name and cache: {error}") from error
+            raise BrokenError(
+                f"{self._http.url} loaded {source}, but could not flush its cache and set the version name: {error}. "
+                "Restart the server, then create a new engine"
+            ) from error
 
     async def _flush(self, source: str) -> None:
         """Flush the KV and rows of the old weights: SGLang reports a successful load even if it did not flush."""
@@ -220,8 +234,9 @@ class SglangBackend(Backend):
             await asyncio.sleep(pause)
             pause *= 2
         raise BrokenError(
-            f"{self._http.url} loaded {source} but did not flush its cache in {FLUSHES} tries ({text.strip()}): "
-            "requests of other clients hold KV of the old weights. End them, and load into a server of one's own"
+            f"{self._http.url} loaded {source}, but did not flush its cache in {FLUSHES} attempts ({text.strip()}): "
+            "requests of other clients use KV of the old weights. Restart the server, use it with one engine only, and "
+            "create a new engine"
         )
 
     async def _breathe(self) -> None:
@@ -235,6 +250,7 @@ class SglangBackend(Backend):
         await self.hold(())
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.close()
 
 
@@ -274,12 +290,12 @@ def _model(model: dict[str, Any], given: RouterSpec | None, url: str) -> tuple[R
     if not path or not config.is_file():
         if given is None:
             raise EngineError(
-                f"the model of {url} is {path!r}, not a folder of this machine, so its routers "
-                "are not known here: pass spec=RouterSpec.from_config(config)"
+                f"the model of {url} is {path!r}, which is not a folder of this machine, so its routers are unknown: "
+                "pass spec=RouterSpec.from_config(config)"
             )
         return given, None
     told = json.loads(config.read_text())
     found = RouterSpec.from_config(told)
     if given is not None and given != found:
-        raise EngineError(f"the model of {url} is {found}, the spec that was given is {given}")
+        raise EngineError(f"the model of {url} has {found}, but spec={given} was given")
     return found, checks.vocabulary_of(told)

@@ -29,16 +29,20 @@ class Transport(abc.ABC):
     vocabulary: int | None = None
 
     @abc.abstractmethod
-    async def generate(self, flight: Flight) -> list[Sample]: ...
+    async def generate(self, flight: Flight) -> list[Sample]:
+        """Generate and return all samples of a request."""
 
     @abc.abstractmethod
-    async def abort(self, names: Sequence[str]) -> None: ...
+    async def abort(self, names: Sequence[str]) -> None:
+        """Abort the requests that were sent under these names."""
 
     @abc.abstractmethod
-    async def pause(self, mode: InFlight) -> None: ...
+    async def pause(self, mode: InFlight) -> None:
+        """Stop the scheduler. `mode` is vLLM's: "abort", "keep" or "wait"."""
 
     @abc.abstractmethod
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Start the scheduler again."""
 
     async def call(self, method: str, **arguments: str) -> dict[str, Any]:
         """Call a method of the plugin in every worker, and return the first worker's answer."""
@@ -50,14 +54,16 @@ class Transport(abc.ABC):
         """Call a method of the plugin in every worker, and return the answers of all workers."""
 
     @abc.abstractmethod
-    async def reset_prefix_cache(self) -> bool: ...
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached KV, and return whether vLLM did so: it does not while requests hold blocks."""
 
     def dead(self) -> bool:
         """Return whether the engine has died, so that calls could wait forever for an answer."""
         return False
 
     @abc.abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Disconnect, or stop an engine of this process."""
 
 
 class VllmBackend(Backend):
@@ -73,41 +79,55 @@ class VllmBackend(Backend):
         self._updates = 0
 
     def refuse(self, request: Request) -> None:
+        """Raise EngineError for a temperature at which this engine would return log-probs of temperature 1."""
         plain = request.sampling.temperature in (0.0, 1.0)
         if not plain and not self.transport.logprobs_mode.startswith("processed"):
             raise EngineError(
-                f"{request.id}: temperature {request.sampling.temperature}, but this server's log-probs are those of "
-                "temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve does)"
+                f"{request.id}: the temperature is {request.sampling.temperature}, but this server returns the "
+                "log-probs of temperature 1: start it with --logprobs-mode processed_logprobs (router-replay serve "
+                "does), or use temperature 0 or 1"
             )
 
     async def generate(self, flight: Flight) -> list[Completion]:
+        """Generate all samples of a request by one call."""
         request = flight.request
         # The prefix cache only compares tokens, so each update gets a new salt, whatever its version.
         flight.salt = f"router-replay-version-{flight.version}-{self._updates}"
         samples = sorted(await self.transport.generate(flight), key=lambda sample: sample.index)
         if [sample.index for sample in samples] != list(range(request.sampling.n)):
-            raise EngineError(f"{request.id}: asked for {request.sampling.n} samples, got {len(samples)}")
+            raise EngineError(
+                f"{request.id}: vLLM was asked for {request.sampling.n} samples, got {len(samples)} with indices "
+                f"{[sample.index for sample in samples]}"
+            )
         for sample in samples:
             if self.capabilities.routes and sample.rows is None and sample.token_ids and not flight.stopped:
-                raise EngineError(f"{request.id}: vLLM returned {len(sample.token_ids)} tokens without their experts")
+                raise EngineError(
+                    f"{request.id}: vLLM returned {len(sample.token_ids)} tokens without their experts, although it "
+                    "captures them; engine.report() shows the state of the plugin"
+                )
         return [completion_of(sample, flight, self.spec, self.vocabulary) for sample in samples]
 
     async def stop(self, flights: Sequence[Flight]) -> None:
+        """Abort these requests; vLLM then answers them with their output so far."""
         await self.transport.abort([flight.name for flight in flights])
 
     async def hold(self, kept: Sequence[Flight]) -> None:
+        """Pause vLLM, which keeps all running requests."""
         await self.transport.pause("keep")
 
     async def go(self) -> None:
+        """Let vLLM continue."""
         await self.transport.resume()
 
     async def find(self, source: WeightSource) -> None:
+        """Raise EngineError if one of the workers cannot open these weights, or they do not fit its model."""
         answers = await self.transport.call_all("router_replay_find_weights", source=_told(source))
         for reason in _reasons(answers):
             if reason:
                 raise EngineError(reason)
 
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
+        """Load the weights in every worker, and return the rows that each request had with the old weights."""
         told = _told(source)
         shown = told[:200]
         try:
@@ -115,28 +135,32 @@ class VllmBackend(Backend):
             reasons = _reasons(answers)
         except Exception as error:
             raise _broken(
-                f"loading the weights of {shown} failed, what the engine holds is unknown: {error}"
+                f"loading the weights of {shown} failed, so it is unknown which weights vLLM has: {error}"
             ) from error
         refused = [reason for reason in reasons if reason]
         if len(refused) == len(reasons):  # the weights existed a moment ago, when `find` ran; nothing was changed
             raise EngineError(refused[0])
         if refused:
-            raise _broken(f"some workers loaded {shown} and some did not: {refused[0]}")
+            raise _broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
         try:
             progress = progress_of(answers[0].get("progress", {}))
             reset = await self.transport.reset_prefix_cache()
         except Exception as error:  # the new weights are loaded, and would be reported as the old version
-            raise _broken(f"the weights of {shown} were loaded, but vLLM did not follow: {error}") from error
+            raise _broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error
         # Kept requests hold blocks, so vLLM resets nothing; the salt of each update separates the old blocks.
         if not reset and not kept:
-            raise _broken("vLLM did not reset its prefix cache after the weight update: KV of the old weights is left")
+            raise _broken(
+                "vLLM did not reset its prefix cache after the weight update, so KV of the old weights would be used"
+            )
         self._updates += 1
         return progress
 
     def dead(self) -> bool:
+        """Return whether vLLM's engine core has died."""
         return self.transport.dead()
 
     async def close(self) -> None:
+        """Close the transport."""
         await self.transport.close()
 
 
@@ -174,12 +198,12 @@ def _told(source: WeightSource) -> str:
 
 
 def _broken(reason: str) -> BrokenError:
-    return BrokenError(f"{reason}; start the engine anew")
+    return BrokenError(f"{reason}. Restart vLLM, then create a new engine")
 
 
 def _reasons(answers: Sequence[Any]) -> list[str]:
     """Return why each worker refuses the weights (empty if it accepts). Raises EngineError for an invalid answer."""
     reasons = [answer.get("reason") if isinstance(answer, dict) else None for answer in answers]
     if not reasons or not all(isinstance(reason, str) for reason in reasons):
-        raise EngineError(f"expected an answer with a reason from every vLLM worker, got {str(answers)[:200]}")
+        raise EngineError(f"expected an answer with the text `reason` from every vLLM worker, got {str(answers)[:200]}")
     return [str(reason) for reason in reasons]

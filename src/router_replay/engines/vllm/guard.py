@@ -25,11 +25,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
+    """Answers requests that may not pass with HTTP 401 or 403, and gives all others to `app`, vLLM's server."""
+
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, as ASGI calls it."""
         if scope["type"] not in ("http", "websocket"):  # startup and shutdown of the server
             await self._app(scope, receive, send)
             return
@@ -54,11 +57,14 @@ class Guard:
             scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
             # Both are always checked, so that the time taken reveals nothing about the key.
             good = hmac.compare_digest(key.strip(), self._key) & (scheme.lower() == b"bearer")
-            return (0, "") if good else (401, "this server asks for its key: Authorization: Bearer KEY")
+            return (0, "") if good else (401, "this server requires its key: send the header Authorization: Bearer KEY")
         if not _came_by_loopback(scope):
-            return 403, f"this server has no key ({KEY}), so it answers on loopback addresses only"
+            return (
+                403,
+                f"this server was started without a key ({KEY}), so it answers requests to loopback addresses only",
+            )
         if any(name == b"origin" for name, _ in headers):
-            return 403, f"this server has no key ({KEY}), so it does not answer web pages"
+            return 403, f"this server was started without a key ({KEY}), so it does not answer requests from web pages"
         return 0, ""
 
 

@@ -32,7 +32,7 @@ WORKERS_LIMIT = 64 << 20  # bytes: each of many workers reports the progress of 
 
 
 class VllmHttpEngine(VllmClient):
-    """Connects to one vLLM server.
+    """Connects to one vLLM server at `url`. `version` is the policy version of the weights that it has now.
 
     `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
     `spec` is required if the server lacks the plugin; `vocabulary`, the vocabulary size, is optional there.
@@ -109,12 +109,12 @@ class _Reports(msgspec.Struct):
 async def _connect(
     url: str, spec: RouterSpec | None, vocabulary: int | None, timeout: float, api_key: str | None
 ) -> Transport:
-    http = Http(url, timeout, "vLLM", "router-replay serve MODEL starts one", api_key=api_key)
+    http = Http(url, timeout, "vLLM", "Start one with: router-replay serve MODEL", api_key=api_key)
     try:
         refuse_version(str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40])
         status, _ = await http.request("POST", GENERATE, {})
         if status in (404, 405):
-            raise EngineError(f"{url} has no {GENERATE}: start it with --enable-scale-out, or by router-replay serve")
+            raise EngineError(f"{url} has no {GENERATE}: start it with --enable-scale-out, or with router-replay serve")
         return await _probe(http, spec, vocabulary)
     except BaseException:
         await http.close()
@@ -128,15 +128,15 @@ async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) ->
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
     if status in (401, 403):
         raise refusal(place, status, answer)
-    reason = "the plugin is not active on the server (ROUTER_REPLAY_VLLM=1, and router-replay installed there)"
+    reason = "the plugin is not active on the server (it needs router-replay installed there, and ROUTER_REPLAY_VLLM=1)"
     if status == 404:
         reason = (
-            "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), so it can neither pause nor take weights"
+            "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), so it can neither pause nor load weights"
         )
     elif status == 200:
         reports = decoded(answer, _Reports, f"the answer of {place}").results
         if not reports:
-            raise EngineError(f"{place} has the answer of no worker")
+            raise EngineError(f"{place}: expected the report of at least one worker, got none")
         if reports[0].active:
             return _with_plugin(http, reports[0], spec, vocabulary)
         reason = printable(reports[0].reason[:2000])
@@ -159,18 +159,18 @@ def _with_plugin(http: Http, report: _Report, spec: RouterSpec | None, vocabular
         stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
     except Exception as error:  # the server may send anything
         raise EngineError(
-            f"the model's config, as {place} has it, cannot be read: {type(error).__name__}: {error}"
+            f"the model's config in the answer of {place} cannot be used: {type(error).__name__}: {error}"
         ) from error
     if spec is not None and spec != found:
-        raise EngineError(f"the server's model is {found}, the spec that was given is {spec}")
+        raise EngineError(f"the model of {http.url} has {found}, but spec={spec} was given")
     return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
 
 
 async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int | None, reason: str) -> Transport:
     if spec is None:
         raise EngineError(
-            f"{reason}, and so it does not say what its model is: pass spec=RouterSpec.from_config(config), "
-            "or start the server by router-replay serve"
+            f"the routers of the server's model are unknown: {reason}. Pass spec=RouterSpec.from_config(config), or "
+            "start the server with router-replay serve"
         )
     capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not=reason)
     bare = _OverHttp(http, spec, vocabulary, capabilities, "raw_logprobs", ())
@@ -184,7 +184,7 @@ def _settings(text: str, place: str) -> dict[str, Any]:
     config = parsed(text, place)
     config = {} if config is None else config  # a model without a generation config
     if not isinstance(config, dict):
-        raise EngineError(f"{place}: the model's config is not a JSON object: {text[:200]}")
+        raise EngineError(f"{place}: expected a JSON object as the model's config, got {text[:200]}")
     return config
 
 
@@ -254,7 +254,9 @@ class _OverHttp(Transport):
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
         if not isinstance(results, list) or not results or not all(isinstance(result, dict) for result in results):
-            raise EngineError(f"expected an object from every worker, got {str(answer)[:200]}")
+            raise EngineError(
+                f"{self._http.url}/collective_rpc: expected a JSON object from every worker, got {str(answer)[:200]}"
+            )
         return results
 
     async def reset_prefix_cache(self) -> bool:
@@ -266,4 +268,4 @@ class _OverHttp(Transport):
 
     def _refuse_bare(self) -> None:
         if not self.capabilities.versions:
-            raise EngineError(f"this server cannot be paused, aborted or given weights: {self.capabilities.why_not}")
+            raise EngineError(f"this server cannot pause, abort requests or load weights: {self.capabilities.why_not}")

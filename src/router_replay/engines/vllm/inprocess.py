@@ -34,8 +34,10 @@ SHUTDOWN_SECONDS = 30.0
 
 
 class VllmEngine(VllmClient):
-    """Starts and owns a vLLM engine. With `forced_routes=False` its routers are not modified.
+    """Starts and owns a vLLM engine for `model`, a Hugging Face folder or a name on the hub.
 
+    `version` is the policy version of these weights. With `forced_routes=False` the routers are not modified.
+    `engine_arguments` are passed to vLLM.
     `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
 
@@ -70,7 +72,9 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
     }
     problems = seams.problems()
     if problems:
-        raise EngineError(f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}")
+        raise EngineError(
+            f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}. Install a tested version"
+        )
     with environment(_variables(forced_routes)):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
@@ -78,8 +82,8 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
             transport = _InProcess(AsyncLLM.from_engine_args(arguments))
         except Exception as error:
             raise EngineError(
-                f"vLLM did not start with {model}: {error} (the cause is in what its processes wrote; a script that "
-                "starts an engine needs `if __name__ == '__main__':`, since vLLM's processes import it again)"
+                f"vLLM did not start with {model}: {error}. The log of its processes shows the cause. A script that "
+                "starts an engine needs `if __name__ == '__main__':`, because vLLM's processes import the script again"
             ) from error
     try:
         transport.capabilities = await _capabilities(transport, forced_routes)
@@ -95,15 +99,16 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
         report = await transport.call("router_replay_report")
     except Exception as error:
         raise EngineError(
-            "the plugin of Router Replay is not active in vLLM's worker, which logs the reason if it failed there. "
-            "Is router-replay installed in the worker's environment (an entry point needs an installed package), and "
-            f"does VLLM_PLUGINS, where set, name router_replay? The worker said: {error}"
+            "the plugin of Router Replay is not active in vLLM's worker. If the plugin failed, the worker's log shows "
+            "the reason. Otherwise install router-replay in the worker's environment (vLLM finds the plugin by its "
+            f"entry point) and, if VLLM_PLUGINS is set, add router_replay to it. The worker answered: {error}"
         ) from error
     if not report.get("active", True):
         raise EngineError(report["reason"])
     if forced_routes and not report["forced_routes"]:
         raise EngineError(
-            f"this vLLM engine cannot force routes: {report['reason']}. Without that need, pass forced_routes=False"
+            f"this vLLM engine cannot force routes: {report['reason']}. If you do not need forced routes, pass "
+            "forced_routes=False"
         )
     return Capabilities(
         routes=report["captures"],
@@ -142,7 +147,7 @@ class _InProcess(Transport):
         prompt = {"prompt_token_ids": list(map(int, request.token_ids)), "cache_salt": flight.salt}
         outputs = [output async for output in self._engine.generate(prompt, parameters, flight.name)]
         if not outputs:
-            raise EngineError(f"{request.id}: vLLM returned nothing")
+            raise EngineError(f"{request.id}: vLLM ended the request without an answer")
         return [self._sample(choice) for choice in outputs[-1].outputs]
 
     def _sample(self, choice: Any) -> Sample:

@@ -31,9 +31,9 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Return the computed rows by our names and sample indices, from a worker's report by vLLM's internal ids."""
     found: dict[str, dict[int, int]] = {}
     if not isinstance(reported, Mapping):
-        raise EngineError(f"the worker's progress is not a table of requests: {checks.shown(reported)}")
+        raise EngineError(f"expected the worker's progress as a table of requests, got {checks.shown(reported)}")
     for internal, rows in reported.items():
-        checks.integer(rows, "the rows that a worker computed", 0, checks.TOKEN_LIMIT)
+        checks.integer(rows, "the number of rows that a worker computed for a request", 0, checks.TOKEN_LIMIT)
         match = _OURS.match(internal)
         if match:
             found.setdefault(match.group(2), {})[int(match.group(1) or 0)] = rows

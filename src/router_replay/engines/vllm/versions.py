@@ -21,6 +21,6 @@ def refuse_version(version: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not LOWEST <= numbers < BEYOND:
         raise EngineError(
-            f"vLLM {version} is outside the tested range {TESTED}: older ones were never tried, and 0.32 runs Model "
-            f"Runner V2, which forced routing does not reach. Install {REQUIREMENT} (on a CPU: {ON_A_CPU})"
+            f"vLLM {version} is outside the tested range {TESTED}: older versions were not tested, and forced routing "
+            f"does not work in Model Runner V2, which 0.32 uses. Install {REQUIREMENT} (on a CPU: {ON_A_CPU})"
         )

@@ -29,7 +29,11 @@ ALIGNMENT = 64
 
 
 def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
-    """Copy whole tensors, from any device, into shared memory. The names are those of a Hugging Face checkpoint."""
+    """Copy the tensors of `state`, from any device, into new shared memory, and return it.
+
+    The names are those of a Hugging Face checkpoint, as `checkpoint_tensors` returns them. Each tensor must be whole,
+    not a shard.
+    """
     weights = SharedWeights(state)
     try:
         weights.write(state)
@@ -40,7 +44,7 @@ def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
 
 
 def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a transformers model with the names and shapes that save_pretrained writes.
+    """Return the tensors of a transformers `model` with the names and shapes that save_pretrained writes.
 
     The module's own tensors differ, because its experts are fused. Most results are views, so they are not copied.
     `state` is the model's state dict, if the caller has one (for example gathered from shards, or cast).
@@ -51,7 +55,7 @@ def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = No
 
 
 class SharedWeights:
-    """Allocates a shared memory segment for these tensors.
+    """Allocates a shared memory segment for tensors with the names, shapes and dtypes of `like`; `write` fills it.
 
     `close` or the end of this process removes it; segments left by killed processes are removed when the next one is
     created.
@@ -64,27 +68,30 @@ class SharedWeights:
         for name, tensor in like.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             if dtype not in DTYPES:
-                raise EngineError(f"{name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}")
+                raise EngineError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}")
             length = math.ceil(length / ALIGNMENT) * ALIGNMENT
             self._tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": length}
             length += tensor.numel() * tensor.itemsize
         if not length:
-            raise EngineError("there are no weights to share")
+            raise EngineError("there are no weights to share: expected at least one tensor that is not empty")
         shared_memory.sweep(SHARED_MEMORY)
         self._memory, lock = _allocate(self.name, length)
         self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)
 
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors with the same names and shapes into the segment. No engine may read it meanwhile."""
+        """Write the tensors of `state`, which have the same names and shapes. No engine may read meanwhile."""
         if not self._unlink.alive:
-            raise EngineError("this shared memory was closed")
+            raise EngineError("this shared memory was closed: allocate it again with share")
         if state.keys() != self._tensors.keys():
             differing = sorted(state.keys() ^ self._tensors.keys())
-            raise EngineError(f"this shared memory was made for other tensors: {', '.join(differing[:5])}")
+            raise EngineError(
+                "expected the tensors that this shared memory was made for; these are in only one of the two: "
+                f"{', '.join(differing[:5])}"
+            )
         for name, tensor in state.items():
             told = self._tensors[name]
             if list(tensor.shape) != told["shape"]:
-                raise EngineError(f"{name} has shape {list(tensor.shape)}, this memory has room for {told['shape']}")
+                raise EngineError(f"{name} has shape {list(tensor.shape)}, expected {told['shape']}")
             if not tensor.numel():
                 continue
             flat = torch.frombuffer(
@@ -97,6 +104,7 @@ class SharedWeights:
         return {"shared": {"name": self.name, "tensors": self._tensors}}
 
     def close(self) -> None:
+        """Remove the segment. Calling it twice does no harm."""
         self._unlink()
 
     def __enter__(self) -> Self:
@@ -107,7 +115,7 @@ class SharedWeights:
 
 
 def _give_up(owner: int, path: pathlib.Path, lock: int, memory: mmap.mmap | None) -> None:
-    if os.getpid() != owner:  # a fork of the trainer has a copy of the object, and may exit first
+    if os.getpid() != owner:  # a fork of the trainer has a copy of this object, and must not remove the file
         return
     path.unlink(missing_ok=True)
     os.close(lock)
@@ -119,10 +127,10 @@ def _give_up(owner: int, path: pathlib.Path, lock: int, memory: mmap.mmap | None
 def _allocate(name: str, length: int) -> tuple[mmap.mmap, int]:
     """Allocate memory that is backed by the machine, and return it with the handle that marks it as in use.
 
-    Without this, writing to a segment beyond the machine's limit would kill the process.
+    Without it, a write to a segment that is larger than the available memory would kill the process.
     """
     if not SHARED_MEMORY.is_dir():
-        raise EngineError(f"there is no {SHARED_MEMORY} here: save a folder and give its path to update_weights")
+        raise EngineError(f"this machine has no {SHARED_MEMORY}: save a folder and pass its path to update_weights")
     path = SHARED_MEMORY / name
     try:
         handle = shared_memory.create(path)
@@ -140,6 +148,6 @@ def _allocate(name: str, length: int) -> tuple[mmap.mmap, int]:
 
 def _no_room(length: int, error: OSError) -> EngineError:
     return EngineError(
-        f"{length / 2**20:.0f} MiB of shared memory are not to be had in {SHARED_MEMORY} ({error}): make it larger "
-        "(containers have 64 MiB by default), or save a folder and give its path to update_weights"
+        f"{length / 2**20:.0f} MiB of shared memory could not be allocated in {SHARED_MEMORY} ({error}): make it "
+        "larger (containers have 64 MiB by default), or save a folder and pass its path to update_weights"
     )

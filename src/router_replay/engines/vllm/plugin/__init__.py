@@ -12,7 +12,8 @@ things:
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            routes/delivery.py
-    Ctrl-C             is left to the process that started the engine                      repairs/signals.py
+    Ctrl-C             vLLM's processes ignore it; the one that started the engine
+                       handles it                                                          repairs/signals.py
 
 `seams.py` lists every place in vLLM that the plugin touches. The whole list is checked before anything is changed.
 
@@ -35,6 +36,7 @@ BACKEND = "router_replay"
 
 
 def asked_for() -> bool:
+    """Return whether ROUTER_REPLAY_VLLM asks for the plugin in this process."""
     return os.environ.get(ENVIRONMENT, "") not in ("", "0")
 
 
@@ -46,7 +48,7 @@ def register() -> None:
     """
     if not asked_for():
         return
-    # Imported here so that vLLM does not pay for importing torch and the rest when the plugin is installed but unused.
+    # Imported here, so that vLLM does not import torch and the rest if the plugin is installed but not used.
     from router_replay.engines.vllm.plugin import seams
 
     problems = seams.problems()
@@ -65,7 +67,7 @@ def register() -> None:
 
 def _refuse(reason: str) -> None:
     """Log the reason in the server's log, and make the workers' reports include it."""
-    message = f"Router Replay is NOT active in this vLLM, nothing of it was changed: {reason}"
+    message = f"the plugin of Router Replay is NOT active in this vLLM, and nothing was patched: {reason}"
     if os.environ.get(ENVIRONMENT) == REQUIRED:
         raise EngineError(message)
     logging.getLogger("vllm.router_replay").error(message)

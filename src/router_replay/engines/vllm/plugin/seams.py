@@ -25,8 +25,9 @@ Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 class Seam:
     """Describe one thing in vLLM that the plugin relies on.
 
-    `owner` is "module:Class" or "module", and `name` is an attribute of it (empty for the owner itself). `looks` lists
-    the parameters, fields, or names used in the code that must exist.
+    `owner` is "module:Class" or "module", and `name` is an attribute of it (empty for the owner itself). `use` says how
+    the plugin touches it, and `why` what the plugin does there. `looks` lists the parameters, fields, or names used in
+    the code that must exist.
     """
 
     owner: str
@@ -42,12 +43,12 @@ class Seam:
         try:
             owner = _resolve(self.owner)
         except (ImportError, AttributeError) as error:
-            return f"{self.owner} is not there ({error})"
+            return f"{self.owner} does not exist ({error})"
         if self.name and not hasattr(owner, self.name):
-            return f"{place} is not there"
+            return f"{place} does not exist"
         found = _names_of(getattr(owner, self.name) if self.name else owner)
         lost = [name for name in self.looks if name not in found]
-        return f"{place} knows no {', '.join(lost)}" if lost else ""
+        return f"{place} has no {', '.join(lost)}" if lost else ""
 
 
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
@@ -58,52 +59,63 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(_INPUTS, "process_inputs", "wrapped", "bad forced rows are refused, and the prefix cache is salted"),
-    Seam("vllm.exceptions:VLLMValidationError", "", "called", "the error that servers answer with HTTP 400"),
-    Seam(_WORKER, "load_model", "wrapped", "forcing is installed when the model is there"),
-    Seam(_WORKER, "start_weight_update", "wrapped", "an update that failed elsewhere does not bar the next"),
-    Seam(_RUNNER, "reload_weights", "called", "new weights in place", ("weights_iterator",)),
+    Seam(_INPUTS, "process_inputs", "wrapped", "checks forced rows, and salts the prefix cache"),
+    Seam(
+        "vllm.exceptions:VLLMValidationError", "", "called", "raised for bad forced rows; servers answer with HTTP 400"
+    ),
+    Seam(_WORKER, "load_model", "wrapped", "installs forced routing after the model is loaded"),
+    Seam(_WORKER, "start_weight_update", "wrapped", "allows a new update after one that failed"),
+    Seam(_RUNNER, "reload_weights", "called", "loads new weights in place", ("weights_iterator",)),
     Seam(
         _RUNNER,
         "_prepare_inputs",
         "wrapped on the object",
-        "forced rows are written, and progress is noted, before each pass",
+        "writes forced rows and records progress before each pass",
         ("scheduler_output", "num_scheduled_tokens"),
     ),
     Seam(
         f"{_ROUTERS}.base_router:BaseRouter",
         "_compute_routing",
         "wrapped on the object",
-        "forced rows take the place of a router's choice",
+        "replaces a router's choice with forced rows",
         ("hidden_states", "router_logits", "indices_type"),
     ),
-    Seam(f"{_ROUTERS}.zero_expert_router:ZeroExpertRouter", "", "read", "routers of this class are refused"),
-    Seam(f"{_RELOAD}.layerwise", "get_layerwise_info", "called", "weights are checked without touching one"),
-    Seam(f"{_RELOAD}.layerwise", "_get_original_loader", "called", "weights are checked without touching one"),
-    Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", "weights are checked without touching one"),
-    Seam(f"{_RELOAD}.meta", "get_numel_loaded", "called", "weights are checked without touching one"),
-    Seam(f"{_RELOAD}.meta", "to_meta_tensor", "called", "weights are checked without touching one"),
+    Seam(f"{_ROUTERS}.zero_expert_router:ZeroExpertRouter", "", "read", "forced routing refuses routers of this class"),
+    Seam(
+        f"{_RELOAD}.layerwise", "get_layerwise_info", "called", "checks new weights without changing the running ones"
+    ),
+    Seam(
+        f"{_RELOAD}.layerwise", "_get_original_loader", "called", "checks new weights without changing the running ones"
+    ),
+    Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", "checks new weights without changing the running ones"),
+    Seam(f"{_RELOAD}.meta", "get_numel_loaded", "called", "checks new weights without changing the running ones"),
+    Seam(f"{_RELOAD}.meta", "to_meta_tensor", "called", "checks new weights without changing the running ones"),
     Seam(
         "vllm.distributed.weight_transfer:WeightTransferEngineFactory",
         "register_engine",
         "called",
-        "the weight-transfer backend router_replay",
+        "registers the weight-transfer backend router_replay",
     ),
-    Seam("vllm.v1.engine.core:EngineCoreProc", "run_busy_loop", "wrapped", "Ctrl-C is left to the engine's owner"),
+    Seam(
+        "vllm.v1.engine.core:EngineCoreProc",
+        "run_busy_loop",
+        "wrapped",
+        "ignores Ctrl-C; the engine's owner handles it",
+    ),
     Seam(
         "vllm.v1.engine.core_client:MPClient",
         "__init__",
         "wrapped",
-        "packed rows are taken apart where messages are read",
+        "unpacks rows where messages are read",
         ("vllm_config", "client_addresses"),
         "delivery",
     ),
-    Seam(_SCHEDULER, "__init__", "wrapped", "rows of a step are packed", (), "delivery"),
+    Seam(_SCHEDULER, "__init__", "wrapped", "packs the rows of a step", (), "delivery"),
     Seam(
         _SCHEDULER,
         "update_from_output",
         "wrapped on the object",
-        "rows and log-probs of a step leave together",
+        "sends the rows and log-probs of a step together",
         ("_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"),
         "delivery",
     ),
@@ -111,7 +123,7 @@ SEAMS: tuple[Seam, ...] = (
         _SCHEDULER,
         "_update_after_schedule",
         "wrapped on the object",
-        "only the blocks of prompts are listed",
+        "lists the blocks of prompts only",
         ("_re_block_ids", "enable_return_routed_experts"),
         "delivery",
     ),

@@ -32,8 +32,8 @@ class WorkerState:
         runner = worker.model_runner
         if not hasattr(runner, "_prepare_inputs"):
             raise EngineError(
-                f"{type(runner).__module__}.{type(runner).__name__} has no _prepare_inputs, where forced rows and "
-                f"progress are noted: set VLLM_USE_V2_MODEL_RUNNER=0, or switch the plugin off ({ENVIRONMENT}=0)"
+                f"{type(runner).__module__}.{type(runner).__name__} has no _prepare_inputs, in which the plugin writes "
+                f"forced rows: set VLLM_USE_V2_MODEL_RUNNER=0, or turn the plugin off ({ENVIRONMENT}=0)"
             )
         self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
@@ -44,7 +44,9 @@ class WorkerState:
         self._computed: dict[str, int] = {}
         try:
             if os.environ.get(ENVIRONMENT) == OBSERVE:
-                raise EngineError(f"it was switched off when the engine was started ({ENVIRONMENT}={OBSERVE})")
+                raise EngineError(
+                    f"forced routing was turned off when the engine was started ({ENVIRONMENT}={OBSERVE})"
+                )
             refuse_unsupported(runner.vllm_config)
             forcing = ForcedRouting(runner, RouterSpec.from_config(runner.model_config.hf_config))
             self.rules = forcing.install()

@@ -28,6 +28,7 @@ class HeldGenerators:
         self._held = []
 
     def hold(self) -> None:
+        """Hide the generators of requests whose token of this step will be discarded."""
         batch = self._runner.input_batch
         if not batch.generators:
             return

@@ -41,19 +41,19 @@ def state(vllm_config: Any) -> str:
     """Return "packed", or the reason why rows are sent as vLLM sends them. Works in any process of an engine."""
     reason = _reason_against(vllm_config)
     if not reason and not os.environ.get(ENVIRONMENT):
-        reason = "the process that reads the engine's messages did not ask for packed rows"
+        reason = "the process that reads the engine's messages did not request packed rows"
     return reason or "packed"
 
 
 def _reason_against(vllm_config: Any) -> str:
     if os.environ.get(ENVIRONMENT) == "0":
-        return f"switched off ({ENVIRONMENT}=0)"
+        return f"packing was turned off ({ENVIRONMENT}=0)"
     if not vllm_config.model_config.enable_return_routed_experts:
-        return "capture is off"
+        return "the engine does not capture rows"
     if vllm_config.speculative_config is not None:
-        return "speculative decoding"
+        return "speculative decoding is not supported"
     if vllm_config.parallel_config.data_parallel_size > 1:
-        return "data parallelism"
+        return "data parallelism is not supported"
     if getattr(vllm_config.model_config, "is_diffusion", False):
         return "a diffusion model samples more than one token in a step"
     return _unexpected()
@@ -78,13 +78,14 @@ class Delivery:
         self._update_from_output = scheduler.update_from_output
 
     def attach(self) -> None:
+        """Replace the scheduler's two methods with those below."""
         self._scheduler._update_after_schedule = self.update_after_schedule
         self._scheduler.update_from_output = self.update_from_output
 
     def update_after_schedule(self, scheduler_output: Any) -> None:
         """List the blocks of prompts, because a later step may free them before this step's rows are read."""
         scheduler = self._scheduler
-        scheduler.enable_return_routed_experts = False  # read in there only for vLLM's own list
+        scheduler.enable_return_routed_experts = False  # the original method reads it only for vLLM's own list
         try:
             self._update_after_schedule(scheduler_output)
         finally:
@@ -98,6 +99,7 @@ class Delivery:
                 self._listed[name] = blocks[self._stored.attn_gid]
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
+        """Return vLLM's messages of this step, with the rows and log-probs packed."""
         routed = model_output.routed_experts
         if routed is None:
             return self._update_from_output(scheduler_output, model_output)
@@ -193,8 +195,8 @@ def _unpack_logprobs(sampled: Sequence[Any]) -> None:
 def _refuse_other_count(what: str, packed: int, requests: int) -> None:
     if packed != requests:
         raise EngineError(
-            f"a message of vLLM's engine core has {packed} packed {what} for {requests} requests; "
-            f"{ENVIRONMENT}=0 leaves them to vLLM"
+            f"a message of vLLM's engine core has {packed} packed {what} for {requests} requests, expected one for "
+            f"each: set {ENVIRONMENT}=0 to send them unpacked"
         )
 
 

@@ -39,7 +39,7 @@ class ForcedRouting:
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
-        self.forced_rows = 0  # counted since the start, as proof that forcing happens
+        self.forced_rows = 0  # counted since the start; the report shows that rows are forced
 
     # -- each step ------------------------------------------------------------------------------
 
@@ -137,17 +137,24 @@ def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
         method = getattr(module, "_quant_method", None)
         if getattr(method, "is_monolithic", False):
             raise EngineError(
-                f"{name} uses a monolithic MoE kernel ({type(method).__name__}), which routes inside the kernel where "
-                "no rows can be put in; choose a modular one, such as VLLM_USE_FLASHINFER_MOE_FP16=0 or "
+                f"{name} uses a monolithic MoE kernel ({type(method).__name__}), which routes inside the kernel, where "
+                "rows cannot be forced: choose a modular kernel, for example with VLLM_USE_FLASHINFER_MOE_FP16=0 or "
                 "--moe-backend triton"
             )
         if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
-            raise EngineError(f"{name} routes by {type(router).__name__}, which forced routing does not support")
+            raise EngineError(
+                f"{name} has a router of class {type(router).__name__}, which forced routing does not support"
+            )
         if router.top_k != spec.top_k or module.layer_id in found:
-            raise EngineError(f"{name}: top_k {router.top_k} of layer {module.layer_id} does not fit {spec}")
+            raise EngineError(
+                f"{name}: expected one router with top_k {spec.top_k} in layer {module.layer_id}, got top_k "
+                f"{router.top_k}; routers were already found in layers {sorted(found)}"
+            )
         found[module.layer_id] = router
     if tuple(sorted(found)) != spec.layers:
-        raise EngineError(f"vLLM's model has routers in layers {sorted(found)}, its config says {list(spec.layers)}")
+        raise EngineError(
+            f"vLLM's model has routers in layers {sorted(found)}, expected {list(spec.layers)} from its config"
+        )
     return [found[layer] for layer in spec.layers]
 
 
@@ -155,15 +162,15 @@ def refuse_unsupported(config: Any) -> None:
     """Raise for configurations in which a row of the buffer would not be the row that a router sees."""
     parallel = config.parallel_config
     reasons = {
-        "data parallelism gathers the tokens of all ranks before routing": parallel.data_parallel_size > 1,
+        "data parallelism, which gathers the tokens of all ranks before routing": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "dual batch overlap splits the tokens of a step": bool(getattr(parallel, "enable_dbo", False)),
+        "dual batch overlap, which splits the tokens of a step": bool(getattr(parallel, "enable_dbo", False)),
         "speculative decoding": config.speculative_config is not None,
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": bool(getattr(config, "use_v2_model_runner", False)),
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:
-        raise EngineError(f"forced routing does not work with: {'; '.join(found)}")
+        raise EngineError(f"forced routing does not support: {'; '.join(found)}")
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,10 @@ def check_and_salt(processor: Any, request: Any) -> None:
         raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {error}") from error
     tokens = len(request.prompt_token_ids or ())
     if len(routes) > tokens:
-        raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {len(routes)} forced rows, {tokens} prompt tokens")
+        raise VLLMValidationError(
+            f"extra_args.{EXTRA_ARGUMENT}: {len(routes)} forced rows for a prompt of {tokens} tokens, expected at most "
+            "one row for each prompt token"
+        )
     blob = wire.encode(routes.sorted(), codec="dense")
     parameters.extra_args = {**parameters.extra_args, EXTRA_ARGUMENT: blob}
     request.cache_salt = f"{request.cache_salt or ''}#{xxhash.xxh3_128_hexdigest(blob)}"

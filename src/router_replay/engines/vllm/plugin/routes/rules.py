@@ -90,8 +90,9 @@ def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.d
             continue
         if ids_TK.shape[1] != router.top_k:
             raise EngineError(
-                f"{type(router).__name__} gives {ids_TK.shape[1]} experts per token, expected top_k={router.top_k}: "
-                "shared experts that are fused into routing cannot be told from routed ones; switch that fusion off"
+                f"{type(router).__name__} returns {ids_TK.shape[1]} experts per token, expected top_k={router.top_k}: "
+                "if shared experts are fused into routing, turn that fusion off, because forced routing cannot "
+                "distinguish them from routed experts"
             )
         probed += 1
         largest = float(weights_TK.abs().max())
@@ -100,13 +101,15 @@ def find_rule(router: Any, hidden_size: int, dtype: torch.dtype, device: torch.d
             # Errors are in units of the tolerance, so that the two dtypes have the same weight.
             errors[rule] = max(errors[rule], float(difference) / largest / TOLERANCE[logits_dtype])
     if not probed:
-        raise EngineError(f"{type(router).__name__} did not route {PROBES} random tokens: {refusal}") from refusal
+        raise EngineError(
+            f"{type(router).__name__} could not route {PROBES} random tokens, as a test of its rule: {refusal}"
+        ) from refusal
     best = min(errors, key=lambda rule: errors[rule])
     if not errors[best] <= 1.0:
         raise EngineError(
-            f"{type(router).__name__} weighs its experts by a rule that forced routing does not know (softmax, sigmoid "
-            f"or sqrt-softplus, renormalised or not, times routed_scaling_factor): the nearest, {best}, is off by "
-            f"{errors[best]:.1f} times the tolerance"
+            f"{type(router).__name__} computes expert weights by a rule that forced routing does not support: expected "
+            "softmax, sigmoid or sqrt-softplus, renormalised or not, times routed_scaling_factor. The nearest of "
+            f"these, {best}, differs by {errors[best]:.1f} times the tolerance"
         )
     return best
 

@@ -53,8 +53,12 @@ class Fitting:
         if short:
             missing = sorted(self._index.keys() - weights.index.keys())
             raise EngineError(
-                f"{weights.where}: weights are missing: vLLM's {shorten(short)} would not be filled"
-                + (f"; not there are {shorten(missing)}" if missing else "")
+                f"{weights.where}: weights are missing: vLLM's {shorten(short)} would not be filled completely"
+                + (
+                    f"; compared with the engine's own checkpoint, these are missing: {shorten(missing)}"
+                    if missing
+                    else ""
+                )
             )
         if not self._taken:
             self._index, self._taken = weights.index, taken
@@ -85,7 +89,7 @@ def taken_of(model: Any, weights: Weights) -> dict[str, int]:
     except Exception as error:
         shape = list(weights.index[current][1]) if current else []
         raise EngineError(
-            f"{weights.where}: vLLM's {type(model).__name__} does not take {current} {shape}: "
+            f"{weights.where}: vLLM's {type(model).__name__} cannot load {current} with shape {shape}: "
             f"{type(error).__name__}: {error}. Names and shapes must be those that save_pretrained writes"
         ) from error
     return dict(taken)

@@ -56,13 +56,16 @@ class WeightLoader:
             if not on_cpu:
                 torch.accelerator.synchronize()  # the trainer may free its memory when we return
         except BaseException as error:
-            self.broken = f"loading {weights.where} failed on the way, what the worker holds is unknown: {error!r}"
+            self.broken = (
+                f"loading {weights.where} failed partway, so it is unknown which weights the worker has: {error!r}"
+            )
             raise EngineError(self.broken) from error
         return {"repaired_layers": repaired}
 
     def refuse_broken(self) -> None:
+        """Raise EngineError if an earlier load failed partway."""
         if self.broken:
-            raise EngineError(f"{self.broken}; start the engine anew")
+            raise EngineError(f"{self.broken}. Restart vLLM")
 
 
 def start_weights(model: str, revision: str | None) -> Weights | None:
@@ -74,10 +77,12 @@ def start_weights(model: str, revision: str | None) -> Weights | None:
         try:
             folder = pathlib.Path(snapshot_download(model, revision=revision, local_files_only=True))
         except Exception as error:
-            logger.info("%s is not in the cache of the hub (%s)", model, error)
+            logger.info("%s is not in the local cache of the Hugging Face hub (%s)", model, error)
     if folder.is_dir() and files_of(folder):
         return open_source({"path": str(folder)})
-    logger.warning("no safetensors of %s here: the first weights that come are taken to be whole", model)
+    logger.warning(
+        "found no safetensors file of %s to compare new weights with: the first update is assumed to be complete", model
+    )
     return None
 
 

@@ -57,7 +57,7 @@ def open_source(source: Mapping[str, Any]) -> Weights:
         return _open_path(pathlib.Path(source["path"]))
     if kind == {"shared"} and isinstance(source["shared"], Mapping):
         return _open_shared(source["shared"])
-    raise EngineError(f'weights come from {{"path": ...}} or {{"shared": {{...}}}}, got {str(source)[:100]}')
+    raise EngineError(f'the weight source must be {{"path": ...}} or {{"shared": {{...}}}}, got {str(source)[:100]}')
 
 
 # -- safetensors --------------------------------------------------------------------------------------
@@ -76,13 +76,17 @@ def _open_path(path: pathlib.Path) -> Weights:
         try:
             opened = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise EngineError(f"{file} is not a whole safetensors file: {error}") from error
+            raise EngineError(f"{file} is not a complete safetensors file: {error}") from error
         for name in opened.keys():  # noqa: SIM118  not a mapping
             if name in holder:
-                raise EngineError(f"{name} lies in two files of {path}, and no index says which is meant")
+                raise EngineError(
+                    f"{name} is in two files of {path}, and no model.safetensors.index.json says which to use"
+                )
             part = opened.get_slice(name)
             if part.get_dtype() not in _IN_FILES:
-                raise EngineError(f"{name} in {file} is of type {part.get_dtype()}, which is not known here")
+                raise EngineError(
+                    f"{name} in {file} has dtype {part.get_dtype()}, expected one of {', '.join(_IN_FILES)}"
+                )
             index[name] = DTYPES[_IN_FILES[part.get_dtype()]], tuple(part.get_shape())
             holder[name] = opened
     return Weights(str(path), index, lambda name: holder[name].get_tensor(name))
@@ -96,7 +100,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise EngineError(f"{index} is not the index of a checkpoint: {error!r}") from error
+        raise EngineError(f"{index} is not a checkpoint index with a weight_map: {error!r}") from error
     return [folder / name for name in names]
 
 
@@ -106,18 +110,21 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 def _open_shared(shared: Mapping[str, Any]) -> Weights:
     name, tensors = shared.get("name"), shared.get("tensors")
     if not isinstance(name, str) or not isinstance(tensors, Mapping) or not tensors:
-        raise EngineError('shared memory is {"name": ..., "tensors": {name: {"dtype", "shape", "offset"}, ...}}')
+        raise EngineError(
+            'shared memory must be {"name": ..., "tensors": {name: {"dtype", "shape", "offset"}, ...}}, got '
+            f"{str(shared)[:100]}"
+        )
     name = name.removeprefix("/")
     if not name or "/" in name or name.startswith("."):
-        raise EngineError(f"the name of shared memory is that of a file in {SHARED_MEMORY}, got {name!r}")
+        raise EngineError(f"the name of shared memory must be that of a file in {SHARED_MEMORY}, got {name!r}")
     try:
         with (SHARED_MEMORY / name).open("rb") as file:
             # A private map, so that accidental writes here do not reach the trainer.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"shared memory {name} cannot be read by the vLLM worker: {error}. Is it on the same machine, in the same "
-            "container, and not closed before finish_weight_update returned?"
+            f"shared memory {name} cannot be read by the vLLM worker: {error}. Run the worker on the same machine and "
+            "in the same container, and keep the memory open until finish_weight_update has returned"
         ) from error
     entries = {tensor: _entry(tensor, told, len(memory)) for tensor, told in tensors.items()}
 
@@ -141,12 +148,12 @@ def _entry(tensor: str, told: Any, length: int) -> tuple[torch.dtype, tuple[int,
     if dtype not in DTYPES:
         raise EngineError(f"{tensor}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not all(type(number) is int and number >= 0 for number in (*shape, offset)):
-        raise EngineError(f"{tensor}: shape {shape} and offset {offset} must be integers from 0 on")
+        raise EngineError(f"{tensor}: shape {shape} and offset {offset} must be integers of at least 0")
     size = DTYPES[dtype].itemsize
     end = offset + math.prod(shape) * size
     if end > length or offset % size:
         raise EngineError(
-            f"{tensor}: {dtype} {shape} at offset {offset} ends at byte {end} of {length}"
-            + (f", and the offset is no multiple of {size}" if offset % size else "")
+            f"{tensor}: {dtype} {shape} at offset {offset} ends at byte {end}, the shared memory has {length} bytes"
+            + (f", and the offset is not a multiple of {size}" if offset % size else "")
         )
     return DTYPES[dtype], shape, offset

@@ -38,6 +38,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shared: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any]:
+        """Return the field that was given, in the form that `open_source` takes."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -51,29 +52,38 @@ class RouterReplayTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _opened: Weights | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
+        """Do nothing: there is no connection to set up."""
 
     def start_weight_update(self) -> None:
+        """Begin an update, and forget weights of an update that was not finished."""
         self._opened = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Open and check the weights, and change nothing."""
         # vLLM's own version waits for an accelerator here, which raises if there is none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Open and check the weights, and keep them for `finish_weight_update`."""
         self._opened = None
         self._opened = self.loader.open(update_info.source())
 
     def finish_weight_update(self) -> None:
+        """Load the weights that the last `update_weights` opened."""
         opened, self._opened = self._opened, None
         if opened is None:
-            raise EngineError("finish_weight_update without update_weights: no weights came, the old ones stay")
+            raise EngineError(
+                "finish_weight_update was called without update_weights before it: the weights were not changed"
+            )
         self.loader.load(opened)
 
     def shutdown(self) -> None:
+        """Forget weights that were opened and not loaded."""
         self._opened = None
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
-        """Do nothing: vLLM's interface up to about 0.26 has this; our trainer uses engines.vllm.weights.share."""
-        raise EngineError("trainers send weights to this backend by router_replay.engines.vllm.weights.share")
+        """Raise EngineError: vLLM's interface up to about 0.26 needs this method, and no trainer calls it here."""
+        raise EngineError(
+            "trainer_send_weights is not supported: share the weights with router_replay.engines.vllm.weights.share"
+        )
