@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from router_replay import RouterReplay, Routes, Sample, logprobs, pack
+from router_replay.batch import Batch
 from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.environment import environment
 from router_replay.measure import logprob_gap
@@ -64,21 +65,35 @@ class Trainer:
     model: Any
     replayer: RouterReplay
 
-    def gap(self, requests: Sequence[Request], done: Sequence[Completion], replayed: bool = True) -> float:
-        """The k3 KL of the engine's tokens, with the engine's rows replayed or with the model's own choice."""
-        samples = [sample_of(request, completion) for request, completion in zip(requests, done, strict=True)]
-        batch = pack(samples, sum(map(len, (sample.token_ids for sample in samples))))
-        with torch.no_grad(), self.replayer.replay(batch if replayed else None):
+    def gap(self, requests: Sequence[Request], done: Sequence[Completion], rows_of: Sequence[Completion] = ()) -> float:
+        """The k3 KL of the engine's tokens, with the rows of these completions replayed, or with those of others."""
+        batch = packed(requests, done, rows_of or done)
+        with torch.no_grad(), self.replayer.replay(batch):
             found = logprobs(self.model, batch)
         return logprob_gap(found, batch.label_logprobs, batch.label_mask).k3
 
+    def agreement(self, requests: Sequence[Request], done: Sequence[Completion]) -> list[float]:
+        """For each completion, the share of its experts that the model would choose itself, over all rows."""
+        batch = packed(requests, done, done)
+        with torch.no_grad(), self.replayer.record() as recording:
+            logprobs(self.model, batch)
+        own, engine = recording.routes.ids, batch.routes.ids
+        shared_T = (own[..., :, None] == engine[..., None, :]).any(-1).mean(axis=(1, 2))
+        return [float(shares[:-1].mean()) for shares in batch.per_sample(shared_T)]  # the last token has no row
 
-def sample_of(request: Request, completion: Completion) -> Sample:
+
+def packed(requests: Sequence[Request], done: Sequence[Completion], rows_of: Sequence[Completion]) -> Batch:
+    """Pack the sequences of these completions with the rows of the completions in `rows_of`."""
+    samples = [sample_of(*one) for one in zip(requests, done, rows_of, strict=True)]
+    return pack(samples, sum(len(sample.token_ids) for sample in samples))
+
+
+def sample_of(request: Request, completion: Completion, rows_of: Completion) -> Sample:
     """The sequence of a completion, with loss on the sampled tokens. The last token has no row and needs none."""
     prompt = len(request.token_ids)
     tokens = np.concatenate([np.asarray(request.token_ids, np.int64), completion.token_ids])
     known = np.concatenate([np.zeros(prompt, np.float32), completion.logprobs])
-    rows = Routes.concat([completion.routes, Routes.missing(1, completion.routes.spec)])
+    rows = Routes.concat([rows_of.routes, Routes.missing(1, rows_of.routes.spec)])
     return Sample(tokens, known, np.arange(len(tokens)) >= prompt, rows)
 
 

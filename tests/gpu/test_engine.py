@@ -14,7 +14,7 @@ from tests.makers import random_routes
 
 
 def test_the_captured_rows_explain_the_log_probs(engine: Any, trainer: Trainer) -> None:
-    """Random rows forced on every prompt token: the trainer agrees if it replays them, and does not if it chooses."""
+    """Random rows are forced on all prompt tokens. The trainer agrees with these rows, not with a neighbour's."""
     assert engine.report()["delivery"] == "packed"
     requests = [
         Request(tokens, SAMPLING, forced_routes=random_routes(60, engine.spec, seed))
@@ -25,7 +25,7 @@ def test_the_captured_rows_explain_the_log_probs(engine: Any, trainer: Trainer) 
     assert engine.report()["forced_rows"] - before >= 16 * 60
     for request, completion in zip(requests, done, strict=True):
         assert completion.routes[:60].same_sets(request.forced_routes)
-    assert trainer.gap(requests, done) < 0.1 * trainer.gap(requests, done, replayed=False)
+    assert trainer.gap(requests, done) < 0.1 * trainer.gap(requests, done, [*done[1:], done[0]])
 
 
 def test_one_forced_token_in_a_running_batch(engine: Any) -> None:
@@ -43,9 +43,9 @@ def test_free_requests_beside_forced_ones_choose_for_themselves(engine: Any, tra
     rows = [random_routes(60, engine.spec, seed) if seed % 2 else None for seed in range(8)]
     requests = [Request(one, SAMPLING, forced_routes=row) for one, row in zip(tokens, rows, strict=True)]
     done = engine.generate(requests)
-    free, forced = slice(0, None, 2), slice(1, None, 2)
-    own = trainer.gap(requests[free], done[free], replayed=False)
-    assert own < 0.1 * trainer.gap(requests[forced], done[forced], replayed=False)
+    shares = trainer.agreement(requests, done)
+    assert min(shares[0::2]) > 0.7  # bfloat16 changes some choices
+    assert max(shares[1::2]) < 0.6  # most rows of these are random: 4 of 32 agree by chance
 
 
 def test_new_weights_are_those_that_were_pushed(
