@@ -28,9 +28,11 @@ from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
-# vLLM's default is 5 s. On a busy machine its processes need longer than that to end, and a process that is killed
-# leaves its shared memory to Python's resource tracker, which warns about it.
-SHUTDOWN_SECONDS = 30.0
+# vLLM gives its processes 5 s to end. On a busy machine they need longer, and a process that is killed leaves its
+# shared memory to Python's resource tracker, which warns about it. The engine core waits for its workers first.
+SHUTDOWN_SECONDS = 40
+WORKER_SHUTDOWN_SECONDS = 25
+WORKER_SHUTDOWN = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
 class VllmEngine(VllmClient):
@@ -75,7 +77,8 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
         raise EngineError(
             f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}. Install a tested version"
         )
-    with environment(_variables(forced_routes)):
+    patience = {WORKER_SHUTDOWN: str(WORKER_SHUTDOWN_SECONDS)}
+    with environment(_variables(forced_routes)), environment(patience, keep_existing=True):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
