@@ -28,6 +28,12 @@ from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
+# vLLM gives its processes 5 s to end. On a busy machine they need longer, and a process that is killed leaves its
+# shared memory to Python's resource tracker, which warns about it. The engine core waits for its workers first.
+SHUTDOWN_SECONDS = 40
+WORKER_SHUTDOWN_SECONDS = 25
+WORKER_SHUTDOWN = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+
 
 class VllmEngine(VllmClient):
     """Starts and owns a vLLM engine for `model`, a Hugging Face folder or a name on the hub.
@@ -76,7 +82,9 @@ async def _start(model: str, forced_routes: bool, router_dtype: str, engine_argu
         raise EngineError(
             f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}. Install a tested version"
         )
-    with environment(_variables(forced_routes, vllm.__version__, router_dtype)):
+    patience = {WORKER_SHUTDOWN: str(WORKER_SHUTDOWN_SECONDS)}
+    wanted = _variables(forced_routes, vllm.__version__, router_dtype)
+    with environment(wanted), environment(patience, keep_existing=True):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -181,6 +189,6 @@ class _InProcess(Transport):
         return bool(self._engine is not None and self._engine.errored)
 
     async def close(self) -> None:
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
         self._engine = None
         gc.collect()  # its __del__ fails if it runs at interpreter exit
