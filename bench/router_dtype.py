@@ -82,7 +82,9 @@ def gaps(folder: pathlib.Path, router_dtype: RouterDtype, batches: list[Batch]) 
             rollout.append(batch.label_logprobs[mask])
     sampled = np.concatenate(rollout)
     k3 = [measure.logprob_gap(torch.cat(values), sampled).k3 for values in (live, replayed)]
-    return float(np.mean(replayer.stats.agreement)), k3[0], k3[1], len(sampled)
+    agreement = replayer.stats.agreement
+    assert agreement is not None  # asked for above
+    return float(np.mean(agreement)), k3[0], k3[1], len(sampled)
 
 
 if __name__ == "__main__":
