@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -186,18 +186,24 @@ def servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     plain.kill()
 
 
-def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
+def start_server(model: str, log: pathlib.Path, *more: str, **variables: str) -> Server:
+    """Start a server as router-replay serve does, with these environment variables and more arguments."""
     from router_replay.engines.vllm.serve import server_command
 
+    with environment(**{**ENVIRONMENT, **variables}):
+        command, variables_of_server = server_command(model, more)
+    return start_command(command, log, variables_of_server)
+
+
+def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[str, str]) -> Server:
+    """Start a vLLM server by this command on a free port, in the shape of the tests and with this environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
-    with environment(**{**ENVIRONMENT, **variables}):
-        command, variables_of_server = server_command(model, [*arguments, "--enforce-eager", f"--port={port}"])
+    shape = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
     process = subprocess.Popen(
-        command,
-        env=variables_of_server,
+        [*command, *shape, "--enforce-eager", "--host=127.0.0.1", f"--port={port}"],
+        env=variables,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
