@@ -83,7 +83,7 @@ def test_log_probs_and_ulysses_are_still_found_where_they_were() -> None:
     from router_replay import forward, replay
 
     for name in ("logprobs", "Ulysses"):
-        with pytest.warns(DeprecationWarning, match=f"from router_replay.forward import {name}"):
+        with pytest.warns(DeprecationWarning, match=f"{name} has moved to router_replay.forward: import it"):
             assert getattr(replay, name) is getattr(forward, name)
 
 

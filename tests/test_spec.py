@@ -50,7 +50,7 @@ def test_select_keeps_absolute_ids_and_refuses_dense_layers() -> None:
 
 def test_num_layers_takes_no_part_in_equality_but_must_reach() -> None:
     assert RouterSpec(8, 2, (1,), num_layers=4) == RouterSpec(8, 2, (1,))
-    with pytest.raises(SpecError, match="does not reach"):
+    with pytest.raises(SpecError, match="greater than the last routed layer"):
         RouterSpec(8, 2, (4,), num_layers=4)
 
 

@@ -1,7 +1,7 @@
-"""Old module paths of this package. They go on working for one release, with a DeprecationWarning.
+"""Old module paths of this package. They keep working for one release, with a DeprecationWarning.
 
-The table is the only place that knows them: `install` adds one import finder, which answers an old path with the module
-at the new one.
+The table lists all of them. `install` adds one import finder, which returns the module at the new path when the old
+path is imported.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ MODULES = {
         "embedded_weights": "embedded.weights",
     }.items()
 }
-# Names that left a module which is still there: `__getattr__` of that module asks here.
+# Names that moved out of a module that still exists. The `__getattr__` of that module calls `moved_name`.
 NAMES = {
     (f"{_ENGINES}.prefill_decode", name): f"{_ENGINES}.stale" for name in ("Role", "check_server", "stale_reasons")
 }
-# vLLM's entry point of an older installation names this path; nobody could act on the warning.
+# An older installation registers this path as vLLM's entry point; its user could not act on a warning.
 QUIET = {f"{_ENGINES}.vllm_plugin"}
 
 
@@ -61,7 +61,9 @@ class _Loader(importlib.abc.Loader):
         old = module.__name__
         new = MODULES[old]
         if old not in QUIET:
-            warnings.warn(f"{old} has moved to {new}; the old path ends with the next release", DeprecationWarning, 2)
+            warnings.warn(
+                f"{old} has moved to {new}: import {new}; the next release removes the old path", DeprecationWarning, 2
+            )
         sys.modules[old] = importlib.import_module(new)  # the import system then returns this one
 
 
@@ -73,15 +75,23 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make the old paths work in this process; calling it twice does no harm."""
+    """Make the old paths work in this process; a second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # first: a package that moved has a __path__ with modules of the old names
+        # Before other finders: they would load a second copy of a module through the __path__ of a moved package.
+        sys.meta_path.insert(0, _Finder())
 
 
 def moved_name(module: str, name: str) -> object:
-    """The value of a name that left `module`, for the module's `__getattr__`."""
+    """Return the value of a name that moved out of `module`; the `__getattr__` of that module calls this.
+
+    Raises AttributeError for any other name.
+    """
     new = NAMES.get((module, name))
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warnings.warn(f"{module}.{name} has moved to {new}; the old path ends with the next release", DeprecationWarning, 3)
+    warnings.warn(
+        f"{module}.{name} has moved to {new}: import it from there; the next release removes the old path",
+        DeprecationWarning,
+        3,
+    )
     return getattr(importlib.import_module(new), name)

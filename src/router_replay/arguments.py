@@ -1,4 +1,4 @@
-"""Conversion of the caller's numbers, exact or refused: no value is rounded, truncated or wrapped around.
+"""Exact conversion of the caller's numbers: a value that would be rounded, truncated or wrapped around is refused.
 
     exact_int(np.uint64(3), "start", StitchError)                  # 3, as Python's own unbounded integer
     exact_int(2.0, "start", StitchError)                           # StitchError: start must be an integer, got 2.0
@@ -41,17 +41,19 @@ def as_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarr
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as problem:
-        raise error(f"{name} cannot be read as an array: {problem}") from problem
+        raise error(
+            f"{name} cannot be converted to an array ({problem}): give an array, or lists of equal lengths"
+        ) from problem
 
 
 def int64_array(values: Any, name: str, error: type[RouterReplayError]) -> np.ndarray:
-    """Convert a flat array of integers to int64. An array that is already int64 is not copied."""
+    """Convert a flat (1-D) array of integers to int64. An array that is already int64 is not copied."""
     array = as_array(values, name, error)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
         raise error(f"{name} must be a flat sequence of integers, got {array.dtype} {list(array.shape)}")
     if array.dtype == np.uint64 and array.size and int(array.max()) > LARGEST:
         position = int(np.argmax(array > LARGEST))
-        raise error(f"{name}: {array[position]} at position {position} is beyond 2**63 - 1")
+        raise error(f"{name} must be integers up to 2**63 - 1, got {array[position]} at position {position}")
     return array.astype(np.int64, copy=False)
 
 

@@ -1,4 +1,4 @@
-"""Formatting of a run's numbers, the same in the terminal, the table and the charts.
+"""Format the numbers of a run in the same way in the terminal, the table and the charts.
 
 number(0.00190, "small")   # "1.90e-3"
 number(0.883, "share")     # "88.3 %"
@@ -15,7 +15,7 @@ ABSENT = "–"
 
 
 def number(value: float | None, kind: Kind) -> str:
-    """Format a number for people, with as many digits as can be compared at a glance."""
+    """Format a number for people, with about three significant digits; None, NaN and infinity become a dash."""
     if value is None or not math.isfinite(value):
         return ABSENT
     match kind:
@@ -37,7 +37,7 @@ def number(value: float | None, kind: Kind) -> str:
 
 
 def scientific(value: float, digits: int) -> str:
-    """Format as 1.90e-3, without the plus sign and the zero padding that Python writes in the exponent."""
+    """Format as 1.90e-3, with `digits` decimals and without Python's plus sign and zero padding in the exponent."""
     if not value:
         return "0"
     mantissa, exponent = f"{value:.{digits}e}".split("e")
@@ -45,7 +45,7 @@ def scientific(value: float, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a remaining time as 1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03; a negative number becomes 0:00."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -48,8 +48,9 @@ def row_count(prompt_tokens: int, completion_tokens: int, start: int = 0) -> int
 class Routes:
     """Holds the expert ids of T tokens in every routed layer.
 
-    `ids` [T, L, K] are in `spec.dtype` and read-only. `captured[i]` says whether row i is known; where it is not,
-    the content of `ids[i]` has no meaning. `versions[i]` is the policy version whose weights routed row i.
+    `ids` [T, L, K] are the experts, in `spec.dtype` and read-only; `spec` is the RouterSpec of the model.
+    `captured[i]` says whether row i is known; where it is not, the content of `ids[i]` has no meaning. By default all
+    rows are captured. `versions[i]` is the policy version whose weights routed row i; one number stands for all rows.
 
     The constructor checks every captured row and raises RoutesError for a bad one. A Routes that is derived from
     another is not checked again. An array that other code could still write to is copied before the check, so that
@@ -75,8 +76,8 @@ class Routes:
         ids_TLK = as_integers(ids, "ids")
         if ids_TLK.ndim != 3 or ids_TLK.shape[1:] != spec.row_shape:
             raise RoutesError(
-                f"ids must have the shape [rows, {spec.row_shape[0]} layers, {spec.top_k} slots] of its spec, "
-                f"got {list(ids_TLK.shape)}; an engine's array over all decoder layers goes through Routes.from_engine"
+                f"ids must have the shape [rows, {spec.row_shape[0]} layers, {spec.top_k} slots] of the spec, "
+                f"got {list(ids_TLK.shape)}; for an engine's array over all decoder layers use Routes.from_engine"
             )
         rows = len(ids_TLK)
         self._captured = captured_runs(captured, rows)
@@ -103,14 +104,14 @@ class Routes:
 
     @classmethod
     def missing(cls, rows: int, spec: RouterSpec) -> Routes:
-        """Make `rows` uncaptured rows, for padding or for rows that an engine did not return."""
+        """Make `rows` uncaptured rows for the model of `spec`: padding, or rows that an engine did not return."""
         rows = exact_int(rows, "rows", RoutesError)
         ids = np.zeros((rows, *spec.row_shape), spec.dtype)
         return cls.trusted(ids, spec, Runs.constant(False, rows), None)
 
     @classmethod
     def from_engine(cls, array: ArrayLike, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
-        """Make a Routes from an engine's array over ALL decoder layers, [T, all layers, K].
+        """Make a Routes from an engine's `array` over ALL decoder layers of the model of `spec`, [T, all layers, K].
 
         A routed layer that is zero in every row was never captured: the engine's hook did not run there. With
         top_k 2 or more, such a row repeats expert 0 and raises RoutesError. With top_k 1, a row of expert 0 can be
@@ -132,20 +133,20 @@ class Routes:
         width = spec.num_layers
         if len(set(spec.layers)) != len(spec.layers):
             raise RoutesError(
-                "a layer of this spec holds two routers, an engine's array has one column per decoder layer: "
-                "it cannot say which of the two a column belongs to"
+                f"a layer of this spec has two routers (layers [{shorten(spec.layers, 8)}]), but an engine's array has "
+                "one column per decoder layer; pass one column per router to Routes(ids, spec)"
             )
         if array_TAK.ndim != 3 or array_TAK.shape[2] != spec.top_k:
             raise RoutesError(
-                f"an engine's array has the shape [rows, all decoder layers, {spec.top_k} slots], "
+                f"an engine's array must have the shape [rows, all decoder layers, {spec.top_k} slots], "
                 f"got {list(array_TAK.shape)}"
             )
         if array_TAK.shape[1] <= spec.layers[-1] or (width is not None and array_TAK.shape[1] != width):
             expected = f"{width}" if width is not None else f"more than {spec.layers[-1]}"
             raise RoutesError(
-                f"an engine's array has a column for every decoder layer, dense ones included: expected {expected} "
-                f"(routed layers [{shorten(spec.layers, 8)}]), got {array_TAK.shape[1]}; "
-                "an array over the routed layers alone goes to Routes(ids, spec)"
+                f"an engine's array must have a column for every decoder layer, dense ones included: expected "
+                f"{expected} (routed layers [{shorten(spec.layers, 8)}]), got {array_TAK.shape[1]}; "
+                "for an array over the routed layers only use Routes(ids, spec)"
             )
         every_layer = spec.layers == tuple(range(array_TAK.shape[1]))
         ids_TLK = array_TAK if every_layer else array_TAK[:, list(spec.layers)]  # list indexing makes a copy
@@ -155,20 +156,23 @@ class Routes:
         if known >= refused_from and spec.num_experts > 1 and not (allow_zero_layers and spec.top_k == 1):
             columns = zero_layers(ids_TLK)
             if columns:
-                advice = "; if expert 0 is really meant, pass allow_zero_layers=True" if spec.top_k == 1 else ""
+                advice = "; if expert 0 is the real choice, pass allow_zero_layers=True" if spec.top_k == 1 else ""
                 raise never_captured(spec, columns, known, advice)
         self._check_in(ids_TLK, spec, captured, None, owned or not every_layer)
         return self
 
     @staticmethod
     def concat(parts: Sequence[Routes]) -> Routes:
-        """Concatenate the rows of all parts, in order. A single part is returned unchanged."""
+        """Concatenate the rows of all `parts`, in order. A single part is returned unchanged.
+
+        Raises RoutesError if there is no part, or if the parts belong to different models.
+        """
         if not parts:
             raise RoutesError("Routes.concat needs at least one part; Routes.missing(0, spec) is an empty Routes")
         first = parts[0]
         for number, part in enumerate(parts):
             if part.spec != first.spec:
-                raise RoutesError(f"part {number} is of another model: {part.spec} after {first.spec}")
+                raise RoutesError(f"part {number} is of another model: expected {first.spec}, got {part.spec}")
         if len(parts) == 1:
             return first
         versions = None
@@ -183,24 +187,32 @@ class Routes:
     ) -> Routes:
         """Join the prompt rows of a prefill worker and the remaining rows of a decode worker.
 
-        `decode_start` is the position of decode's first row; by default decode's rows follow the prompt.
+        `prefill` must have one captured row for each of the `prompt_length` prompt tokens (default: its own length).
+        `decode_start` is the position of the first row of `decode`; by default its rows follow the prompt.
         Prompt rows that the decode worker also returns must be uncaptured there: it received their KV
         over the network and never routed them.
         """
         if prefill.spec != decode.spec:
-            raise RoutesError(f"prefill and decode are of two models: {prefill.spec} and {decode.spec}")
+            raise RoutesError(f"prefill and decode must be of the same model, got {prefill.spec} and {decode.spec}")
         prompt = len(prefill) if prompt_length is None else exact_int(prompt_length, "prompt_length", RoutesError)
         start = prompt if decode_start is None else exact_int(decode_start, "decode_start", RoutesError)
         if len(prefill) != prompt:
             raise RoutesError(
-                f"the prefill worker must give one row per prompt token: expected {prompt}, got {len(prefill)}"
+                f"the prefill worker must return one row per prompt token: expected {prompt}, got {len(prefill)}"
             )
         if not prefill.all_captured:
-            raise RoutesError(f"prompt row {prefill.first_missing} was not captured by the prefill worker")
+            raise RoutesError(
+                f"prompt row {prefill.first_missing} is not captured: the prefill worker must capture all prompt rows; "
+                "check that capture is switched on there"
+            )
         if start > prompt:
-            raise RoutesError(f"gap: the prefill rows end at {prompt}, the decode rows start at {start}")
+            raise RoutesError(
+                f"gap: the decode rows must start at {prompt} or before, where the prefill rows end, got {start}"
+            )
         if start + len(decode) < prompt:
-            raise RoutesError(f"gap: the decode rows end at {start + len(decode)}, before the prompt's end {prompt}")
+            raise RoutesError(
+                f"gap: the decode rows must reach the prompt's end at {prompt}, got rows up to {start + len(decode)}"
+            )
         repeated = decode[: prompt - start]
         if repeated._captured.spans(True):
             row = start + repeated._captured.spans(True)[0][0]
@@ -214,22 +226,27 @@ class Routes:
 
     @property
     def ids(self) -> np.ndarray:
+        """The expert ids [T, L, K] in `spec.dtype`, read-only; uncaptured rows have no meaning."""
         return self._ids
 
     @property
     def spec(self) -> RouterSpec:
+        """The RouterSpec of the model that the rows belong to."""
         return self._spec
 
     @property
     def captured(self) -> np.ndarray:
+        """A read-only mask [T], True where the row is known. It is made new at each access."""
         return read_only(self._captured.expand().astype(bool))
 
     @property
     def captured_runs(self) -> Runs:
+        """The mask `captured` as runs of equal values."""
         return self._captured
 
     @property
     def versions(self) -> np.ndarray:
+        """The policy version of each row [T], read-only int64; 0 if none was given. It is made new at each access."""
         return read_only(self.version_runs_or_zero().expand().astype(np.int64))
 
     @property
@@ -239,10 +256,12 @@ class Routes:
 
     @property
     def all_captured(self) -> bool:
+        """Whether every row is captured; True if there are no rows."""
         return all(self._captured.values)
 
     @property
     def any_captured(self) -> bool:
+        """Whether at least one row is captured."""
         return any(self._captured.values)
 
     @property
@@ -252,6 +271,7 @@ class Routes:
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of `ids`."""
         return self._ids.nbytes
 
     def __len__(self) -> int:
@@ -260,7 +280,7 @@ class Routes:
     def __getitem__(self, rows: slice) -> Routes:
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise RoutesError(
-                f"Routes are cut by a slice of rows with step 1, got {rows!r}; use .ids for single values"
+                f"Routes can be indexed only by a slice of rows with step 1, got {rows!r}; use .ids for single values"
             )
         start, stop, _ = rows.indices(len(self))
         stop = max(start, stop)
@@ -268,7 +288,7 @@ class Routes:
         return Routes.trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
 
     def take(self, index: ArrayLike) -> Routes:
-        """Return a Routes whose row i is row index[i] of this one; an index of -1 makes an uncaptured row."""
+        """Return a Routes whose row i is row `index[i]` of this one, copied; an index of -1 makes an uncaptured row."""
         index = int64_array(index, "row numbers", RoutesError)
         if len(index) and (index.min() < -1 or index.max() >= len(self)):
             raise RoutesError(f"row numbers must lie in [-1, {len(self)}), got {index.min()} to {index.max()}")
@@ -299,13 +319,14 @@ class Routes:
         return Routes.trusted(kernel.sort_sets(self._ids), self._spec, self._captured, self._versions)
 
     def with_versions(self, versions: ArrayLike | int) -> Routes:
+        """Return the same rows with these policy versions: one integer for all rows, or one per row."""
         runs = version_runs(versions, len(self))
         return Routes.trusted(self._ids, self._spec, self._captured, runs)
 
     # -- comparing ------------------------------------------------------------------------------
 
     def same_sets(self, other: Routes) -> bool:
-        """Return whether both have the same captured rows with the same experts, in any slot order."""
+        """Return whether `other` has the same spec, captured rows and experts; the order of the slots is ignored."""
         if self._spec != other._spec or len(self) != len(other) or self._captured != other._captured:
             return False
         mine, theirs = self._captured_ids(), other._captured_ids()
@@ -339,4 +360,5 @@ class Routes:
         return self._ids if self.all_captured else self._ids[self.captured]
 
     def version_runs_or_zero(self) -> Runs:
+        """Return the policy versions as runs; version 0 for all rows if no versions were given."""
         return Runs.constant(0, len(self)) if self._versions is None else self._versions

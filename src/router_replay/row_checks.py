@@ -24,6 +24,7 @@ NEVER_CAPTURED = 64
 
 
 def as_integers(array: Any, name: str) -> np.ndarray:
+    """Convert to a NumPy array of integers; raise RoutesError, with `name` in the message, for any other dtype."""
     array = as_array(array, name, RoutesError)
     if array.dtype.kind not in "ui":
         raise RoutesError(f"{name} must hold integers, got dtype {array.dtype}")
@@ -31,6 +32,7 @@ def as_integers(array: Any, name: str) -> np.ndarray:
 
 
 def captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
+    """Convert a mask of `rows` booleans to runs; None means that all rows are captured."""
     if captured is None:
         return Runs.constant(True, rows)
     mask = as_array(captured, "captured", RoutesError)
@@ -40,6 +42,7 @@ def captured_runs(captured: ArrayLike | None, rows: int) -> Runs:
 
 
 def version_runs(versions: ArrayLike | int | None, rows: int) -> Runs | None:
+    """Convert policy versions, one for all rows or one per row, to runs; None stays None."""
     if versions is None:
         return None
     array = as_array(versions, "versions", RoutesError)
@@ -82,10 +85,10 @@ def _refuse(ids_TLK: np.ndarray, spec: RouterSpec, first_row: int) -> None:
         for column, experts in enumerate(layer_sets):
             place = f"row {first_row + row}, layer {spec.layers[column]}: experts {experts}"
             if min(experts) < 0 or max(experts) >= spec.num_experts:
-                hint = "; a missing row is said by captured=, never by a value" if min(experts) < 0 else ""
+                hint = "; mark a missing row with captured=, not with a negative id" if min(experts) < 0 else ""
                 raise RoutesError(f"{place} are not all in [0, {spec.num_experts}){hint}")
             if len(set(experts)) != len(experts):
-                hint = " (an all-zero row is a row that was never captured)" if not any(experts) else ""
+                hint = " (only zeros: the row was probably not captured)" if not any(experts) else ""
                 raise RoutesError(f"{place} repeat an expert{hint}")
 
 
@@ -93,16 +96,18 @@ def zero_layers(ids_TLK: np.ndarray) -> list[int]:
     """Return the layer columns that are zero in every row."""
     if not len(ids_TLK):
         return []
-    # The first row finds the candidates: a full pass over all rows would cost more than the check of the sets.
+    # Only layers that are zero in the first row need a look at all rows; looking at every layer would cost more than
+    # the check of the sets.
     suspects = np.flatnonzero(~ids_TLK[0].any(axis=-1))
     return [column for column in suspects.tolist() if not ids_TLK[:, column].any()]
 
 
 def never_captured(spec: RouterSpec, columns: Sequence[int], rows: int, advice: str = "") -> RoutesError:
+    """Return the error for layer columns that hold only zeros in all `rows`; `advice` ends its message."""
     layers = sorted({spec.layers[column] for column in columns})
     return RoutesError(
-        f"layers [{shorten(layers, 8)}] are zero in all {rows} rows of the engine's capture: "
-        f"its hook never ran there (a fused router, or capture switched off), so nothing was recorded{advice}"
+        f"layers [{shorten(layers, 8)}] hold only zeros in all {rows} rows of the engine's array, so they were not "
+        f"captured: the engine's hook did not run there (a fused router, or capture is switched off){advice}"
     )
 
 
@@ -123,6 +128,7 @@ def is_immutable(holder: Any) -> bool:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view of the array that refuses writes."""
     view = array.view()
     view.flags.writeable = False
     return view

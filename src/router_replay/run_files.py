@@ -19,7 +19,7 @@ LAST_STEP = 1 << 53  # every JSON reader represents integers up to here exactly
 
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the steps of a run's metrics.jsonl, in order.
+    """Read the steps of metrics.jsonl in `folder`, the output folder of a run, in order.
 
     A last line without a line end was cut off when the run was killed; it is left out.
     """
@@ -35,12 +35,12 @@ def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
     where = f"{path}:{position}"
     try:
         values = msgspec.json.decode(line)
-    except (ValueError, RecursionError):  # NaN or 1e999 in a file of another writer: needs Python's slower reader
+    except (ValueError, RecursionError):  # NaN or 1e999 of another writer: only Python's slower reader takes it
         values = _by_the_slow_reader(line, where)
     step = values.get("step") if isinstance(values, dict) else None
     if type(step) is not int or abs(step) > LAST_STEP:
         raise MeasureError(
-            f"{where}: a line must be an object with a whole number up to 2**53 as its step, got {line[:80]}"
+            f"{where}: expected a JSON object whose step is an integer of at most 2**53, got {line[:80]}"
         )
     for name, value in values.items():
         if isinstance(value, int | float):
@@ -56,4 +56,4 @@ def _by_the_slow_reader(line: str, where: str) -> Any:
     try:
         return json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
-        raise MeasureError(f"{where} is not JSON ({error}); remove that line, and the rest can be read") from error
+        raise MeasureError(f"{where} is not JSON ({error}); remove this line to read the rest") from error

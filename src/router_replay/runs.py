@@ -1,4 +1,4 @@
-"""Run-length arrays for per-row values: a trajectory has few policy versions and few holes.
+"""Run-length arrays for per-row values: a trajectory has few policy versions and few uncaptured parts.
 
     Runs.of(np.array([7, 7, 7, 9]))   ->   values (7, 9), ends (3, 4)
 
@@ -28,10 +28,12 @@ class Runs:
 
     @classmethod
     def constant(cls, value: int, length: int) -> Runs:
+        """Make the runs of `length` elements that all equal `value`."""
         return cls((value,), (length,)) if length else cls((), ())
 
     @classmethod
     def of(cls, array: np.ndarray) -> Runs:
+        """Make the runs of a 1-D array."""
         if not len(array):
             return cls((), ())
         last = np.flatnonzero(np.append(array[1:] != array[:-1], True))
@@ -39,6 +41,7 @@ class Runs:
 
     @classmethod
     def concat(cls, parts: Iterable[Runs]) -> Runs:
+        """Concatenate the runs of all parts, in order."""
         values: list[int] = []
         ends: list[int] = []
         offset = 0
@@ -67,6 +70,7 @@ class Runs:
     __hash__ = None  # type: ignore[assignment]
 
     def slice(self, start: int, stop: int) -> Runs:
+        """Return the elements [start, stop), as `array[start:stop]` would; both must lie in [0, len(self)]."""
         if start >= stop:
             return Runs((), ())
         first, last = bisect_right(self.ends, start), bisect_left(self.ends, stop)
@@ -74,6 +78,7 @@ class Runs:
         return Runs(self.values[first : last + 1], ends)
 
     def expand(self) -> np.ndarray:
+        """Return the elements as a 1-D array; an empty one has the dtype int64."""
         return np.repeat(np.array(self.values), np.diff(self.ends, prepend=0)) if self.values else np.zeros(0, np.int64)
 
     def spans(self, value: int) -> list[tuple[int, int]]:

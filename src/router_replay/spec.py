@@ -23,7 +23,8 @@ class RouterSpec:
 
         RouterSpec(num_experts=8, top_k=2, layers=(1, 2, 3))
 
-    `layers` are absolute decoder layer ids, ascending. An id appears twice if a layer holds two
+    `num_experts` is the number of experts that a router chooses from, 1 to 65536; `top_k` is how many it chooses for
+    each token. `layers` are absolute decoder layer ids, ascending. An id appears twice if a layer holds two
     routers. `ordered` says that the order of the slots in a row has a meaning (phimoe, nllb_moe).
     `num_layers`, where known, is the number of decoder layers, dense ones included; it gives the width of
     an engine's array over all layers and is ignored by equality. Invalid values raise SpecError.
@@ -49,11 +50,16 @@ class RouterSpec:
         if self.num_layers is not None:
             object.__setattr__(self, "num_layers", exact_int(self.num_layers, "num_layers", SpecError, 1))
             if self.num_layers <= self.layers[-1]:
-                raise SpecError(f"num_layers={self.num_layers} does not reach the last routed layer {self.layers[-1]}")
+                raise SpecError(
+                    f"num_layers must be greater than the last routed layer {self.layers[-1]}, got {self.num_layers}"
+                )
 
     @classmethod
     def from_config(cls, config: Any) -> RouterSpec:
-        """Make the spec from a transformers config (object or dict). This imports neither torch nor model code."""
+        """Make the spec from a transformers config, `config`: an object, or the dict of a `config.json`.
+
+        This imports neither torch nor model code. Raises SpecError if the config does not describe its routers.
+        """
         from router_replay.families.from_config import spec_from_config
 
         return spec_from_config(config)
@@ -65,6 +71,7 @@ class RouterSpec:
 
     @property
     def row_shape(self) -> tuple[int, int]:
+        """The shape of one row: (number of routed layers, top_k)."""
         return (len(self.layers), self.top_k)
 
     @property
@@ -74,11 +81,14 @@ class RouterSpec:
 
     @property
     def engine_layers(self) -> int:
-        """The number of layer columns of an array over all decoder layers, as far as it is known."""
+        """The number of layer columns of an engine's array: num_layers, or if unknown the last routed layer + 1."""
         return self.num_layers if self.num_layers is not None else self.layers[-1] + 1
 
     def select(self, layers: Iterable[int]) -> RouterSpec:
-        """Return the spec of a subset of these layers, such as those of a pipeline stage."""
+        """Return the spec of a subset of these layers, such as those of a pipeline stage.
+
+        `layers` are absolute ids in ascending order. Raises SpecError for a layer that is not in this spec.
+        """
         wanted = _layer_ids(tuple(layers))
         missing = sorted(set(wanted) - set(self.layers))
         if missing:
@@ -94,5 +104,5 @@ def _layer_ids(layers: Any) -> tuple[int, ...]:
     if not ids:
         raise SpecError("layers is empty: a spec needs at least one routed layer")
     if ids[0] < 0 or any(b < a for a, b in itertools.pairwise(ids)):
-        raise SpecError(f"layers must be ascending absolute decoder layer ids from 0 on, got {ids}")
+        raise SpecError(f"layers must be absolute decoder layer ids of 0 or more, in ascending order, got {ids}")
     return ids

@@ -113,16 +113,16 @@ def test_live_rows_are_those_that_predict_something() -> None:
     with replayer.replay(batch.routes, idle=idle):
         replayer._model(input_ids=tensors.token_ids[None], position_ids=tensors.position_ids[None])
     assert set(replayer.stats.since(before).rows_live) == {2}
-    with pytest.raises(ReplayError, match=r"idle has the shape \[3\], the routes have 16 rows"):
+    with pytest.raises(ReplayError, match=r"idle must have one entry per row: expected \[16\], got \[3\]"):
         replayer.replay(batch.routes, idle=idle[:3]).__enter__()
 
 
 def test_rows_that_do_not_fit_their_slots_are_refused() -> None:
     batch = packed([4])
     [local] = batch.split(1)
-    with pytest.raises(BatchError, match="4 slots but 3 rows"):
+    with pytest.raises(BatchError, match="one row per slot: expected 4, got 3"):
         LocalBatch(local.whole, local.slots, local.routes[:3])
-    with pytest.raises(BatchError, match=r"make one with Batch\.split"):
+    with pytest.raises(BatchError, match=r"make a LocalBatch with Batch\.split"):
         LocalBatch(batch, local.slots, local.routes)
-    with pytest.raises(BatchError, match=r"split\(\) of a shard"):
+    with pytest.raises(BatchError, match=r"split\(\) needs the whole batch, got a shard"):
         batch.shard(0, 2).split(2)

@@ -148,14 +148,14 @@ def test_a_trajectory_packs_as_it_is() -> None:
 def test_without_routes_there_is_nothing_to_replay() -> None:
     sample = Sample(np.arange(3), np.zeros(3), np.ones(3, bool), None)
     assert pack([sample], 4).routes is None
-    with pytest.raises(BatchError, match="sample 0 has no routes, others have"):
+    with pytest.raises(BatchError, match="sample 0 has no routes, but other samples have"):
         pack([sample, make_sample(0, 3)], 8)
 
 
 @pytest.mark.parametrize(
     ("samples", "arguments", "message"),
     [
-        ([], {}, "no samples"),
+        ([], {}, "samples is empty"),
         ([make_sample(0, 9)], {"pad_to_multiple_of": 8, "max_tokens": 15}, r"sample 0 needs 16 slots \(9 tokens"),
         ([make_sample(0, 3)], {"pad_to_multiple_of": 0}, "at least 1"),
         ([make_sample(0, 3)], {"on_missing": "ignore"}, "on_missing must be"),
@@ -164,7 +164,11 @@ def test_without_routes_there_is_nothing_to_replay() -> None:
             {},
             r"sample 0: logprobs .* expected \[3\], got \[2\]",
         ),
-        ([Sample(np.arange(3), np.zeros(3), np.ones(3, bool), Routes.missing(2, SPEC))], {}, "3 tokens but 2 rows"),
+        (
+            [Sample(np.arange(3), np.zeros(3), np.ones(3, bool), Routes.missing(2, SPEC))],
+            {},
+            "one row per token: expected 3, got 2",
+        ),
         ([Sample(np.zeros(0, int), np.zeros(0), np.ones(0, bool), None)], {}, "sample 0: token_ids is empty"),
     ],
 )
@@ -189,7 +193,7 @@ def test_a_shard_that_cannot_be_cut_is_refused(rank: int, size: int, kind: str, 
 
 def test_a_shard_is_not_cut_again() -> None:
     local = pack([make_sample(0, 8)], 16).shard(0, 2)
-    with pytest.raises(BatchError, match="call it on the whole batch"):
+    with pytest.raises(BatchError, match="needs the whole batch"):
         local.shard(0, 2)
 
 
@@ -246,7 +250,7 @@ def test_a_shard_says_whose_it_is_and_has_no_bins() -> None:
     shard = pack([make_sample(0, 8), make_sample(1, 4)], 8).shard(1, 2)
     assert shard.shard_of == (1, 2, "contiguous")
     assert shard.bin_ends.tolist() == [4, 6]
-    with pytest.raises(BatchError, match=r"bins\(\) of a shard \(contiguous, rank 1 of 2\)"):
+    with pytest.raises(BatchError, match=r"bins\(\) needs the whole batch, got a shard \(contiguous, rank 1 of 2\)"):
         next(shard.bins())
 
 

@@ -62,7 +62,7 @@ def test_a_logprob_outside_the_loss_may_be_anything() -> None:
         ({"advantages": [1.0, 2.0]}, r"advantages must have one entry per token: expected \[4\], got \[2\]"),
         ({"advantages": [1.0]}, r"expected \[4\], got \[1\]"),
         ({"routes": np.zeros((4, 2, 2))}, "routes must be a Routes or None, got ndarray"),
-        ({"routes": Routes.missing(5, SPEC)}, "4 tokens but 5 rows"),
+        ({"routes": Routes.missing(5, SPEC)}, "one row per token: expected 4, got 5"),
     ],
 )
 def test_what_is_no_sample_is_refused(changes: dict[str, Any], message: str) -> None:

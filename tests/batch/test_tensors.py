@@ -40,7 +40,7 @@ def test_the_host_knows_whether_any_row_is_captured() -> None:
 def test_tensors_that_are_no_routes_are_refused() -> None:
     spec = RouterSpec(8, 2, (0, 1))
     ids, captured = torch.zeros(4, 2, 2, dtype=torch.uint8), torch.ones(4, dtype=torch.bool)
-    with pytest.raises(RoutesError, match=r"\[rows, 2, 2\], got \[4, 2, 3\]"):
+    with pytest.raises(RoutesError, match=r"\[rows, 2 layers, 2 slots\], got \[4, 2, 3\]"):
         TensorRoutes(torch.zeros(4, 2, 3, dtype=torch.uint8), captured, spec, True)
     for wrong in (captured[:3], captured.to(torch.uint8)):  # ~ of a byte is true for every row
         with pytest.raises(RoutesError, match=r"captured must be \[4\] of torch.bool"):

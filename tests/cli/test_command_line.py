@@ -108,13 +108,13 @@ def test_unknown_settings_are_all_named_in_one_message_with_status_1(capsys: pyt
 
 def test_settings_that_cannot_work_together_leave_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", "--set", "rollout.group=1"]) == 1
-    assert "settings that cannot work: 1 problem" in capsys.readouterr().err
+    assert "these settings cannot work: 1 problem" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "absent.toml"], "router-replay train: absent.toml: there is no such file"),
+        (["train", "absent.toml"], "router-replay train: absent.toml: this file does not exist"),
         (["inspect", "absent.bin"], "router-replay inspect: [Errno 2] No such file or directory: 'absent.bin'"),
         (["report", "absent"], "router-replay report: there is no metrics.jsonl in absent"),
         (["make-model", "--steps", "0"], "router-replay make-model: steps must be at least 1, got 0"),

@@ -123,7 +123,7 @@ def _dynamo(stub: Stub, started: Any, **more: Any) -> Any:
 
 
 def test_a_layer_that_is_zero_in_400_rows_is_refused(start: Any) -> None:
-    with pytest.raises(EngineError, match=r"layers \[1\] are zero in all 400 rows.*allow_zero_layers=True"):
+    with pytest.raises(EngineError, match=r"layers \[1\] hold only zeros in all 400 rows.*allow_zero_layers=True"):
         start()(rows_of(400))
 
 
@@ -131,7 +131,7 @@ def test_short_answers_add_up(start: Any) -> None:
     ask = start()
     for _ in range(7):
         ask(rows_of(8))
-    with pytest.raises(EngineError, match=r"layers \[1\] are zero in all 64 rows"):
+    with pytest.raises(EngineError, match=r"layers \[1\] hold only zeros in all 64 rows"):
         ask(rows_of(8))
     with pytest.raises(EngineError, match="72 rows"):  # and it stays refused
         ask(rows_of(8))
@@ -163,6 +163,6 @@ def test_rows_that_were_not_captured_do_not_count() -> None:
 
 def test_an_openai_answer_of_sglang_alone_is_held_to_the_same() -> None:
     answer = {"choices": [{}], "sglext": {"routed_experts": wire.to_sglang(rows_of(64))}}
-    with pytest.raises(EngineError, match=r"layers \[1\] are zero in all 64 rows"):
+    with pytest.raises(EngineError, match=r"layers \[1\] hold only zeros in all 64 rows"):
         routes_of_openai(json.dumps(answer).encode(), TOP_1)
     assert len(routes_of_openai(answer, TOP_1, allow_zero_layers=True)) == 64

@@ -52,11 +52,11 @@ def test_routes_agree_with_their_own_sets() -> None:
 
 def test_what_cannot_be_compared() -> None:
     a = Routes(A, SPEC)
-    with pytest.raises(MeasureError, match="two models"):
+    with pytest.raises(MeasureError, match="of the same model"):
         route_agreement(a, Routes(B, RouterSpec(num_experts=8, top_k=2, layers=(1, 2))))
-    with pytest.raises(MeasureError, match="4 and 3 rows"):
+    with pytest.raises(MeasureError, match="the same number of rows, got 4 and 3"):
         route_agreement(a, Routes(B, SPEC)[:3])
-    with pytest.raises(MeasureError, match="none of 4 rows"):
+    with pytest.raises(MeasureError, match="none of the 4 rows"):
         route_agreement(a, Routes.missing(4, SPEC))
     with pytest.raises(MeasureError, match="none of 0 rows"):
         route_agreement(a[:0], a[:0])

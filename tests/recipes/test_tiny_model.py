@@ -155,7 +155,7 @@ def test_a_damaged_state_and_a_full_disk_are_named(tmp_path: pathlib.Path, monke
     run, file = WarmStart(SMALL), tmp_path / "state.pt"
     run.save(file)
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(TrainError, match=r"state\.pt cannot be read, it is damaged .*remove it to start anew"):
+    with pytest.raises(TrainError, match=r"state\.pt cannot be read: it is damaged .*remove it to start over"):
         run.load(file)
 
     def full(_: object, path: pathlib.Path) -> None:

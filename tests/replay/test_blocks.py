@@ -82,7 +82,7 @@ def test_blocks_that_close_in_the_wrong_order_raise_and_leave_nothing(model: tin
     outer, inner = replayer.replay(routes_for(replayer, model, 1)), replayer.replay(routes_for(replayer, model, 2))
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(ReplayError, match="opposite order"):
+    with pytest.raises(ReplayError, match="reverse order"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     assert torch.equal(model.forward(), live)

@@ -56,7 +56,7 @@ def test_record_notes_what_was_used_and_appends_passes(model: tiny.Tiny, replaye
         model.forward()
     assert both.routes == Routes.concat([forced, forced])
     assert first.routes != forced
-    with pytest.raises(ReplayError, match="no complete forward pass"), replayer.record() as nothing:
+    with pytest.raises(ReplayError, match="expected at least one complete forward pass"), replayer.record() as nothing:
         _ = nothing.routes
 
 
@@ -217,7 +217,7 @@ def test_bad_routes_raise_before_the_forward(model: tiny.Tiny, replayer: RouterR
     ):
         model.forward()
     other = RouterSpec(8, 2, (0, 1, 2))
-    with pytest.raises(ReplayError, match=r"top_k=2.*top_k=3"), replayer.replay(random_routes(rows, other)):
+    with pytest.raises(ReplayError, match=r"expected .*top_k=3.*got .*=2"), replayer.replay(random_routes(rows, other)):
         model.forward()
     with pytest.raises(ReplayError, match="NoneType"), replayer.replay(None):
         model.forward()
@@ -292,9 +292,9 @@ def test_a_pass_with_image_tokens_is_refused() -> None:
     model.inputs["moe_mm_token_type_ids"] = kinds
     model.forward()
     with (
-        pytest.raises(ReplayError, match="given 10 tokens"),
+        pytest.raises(ReplayError, match="the router got 10 tokens"),
         replayer.replay(random_routes(model.tokens, replayer.spec)),
     ):
         model.forward()
-    with pytest.raises(ReplayError, match="given 10 of the 12 tokens"), replayer.record():
+    with pytest.raises(ReplayError, match="all 12 tokens of this pass, got 10"), replayer.record():
         model.forward()

@@ -140,7 +140,7 @@ def test_a_comparison_leaves_nothing_in_the_graph() -> None:
 @pytest.mark.parametrize("tokens", [3, 5])
 def test_routes_of_another_number_of_tokens_are_refused_with_the_layer(tokens: int) -> None:
     with (
-        pytest.raises(ReplayError, match=f"layer 3: the router was given {tokens} tokens, the routes have 4 rows"),
+        pytest.raises(ReplayError, match=f"layer 3: the router got {tokens} tokens, the routes have 4 rows"),
         Selection(router(), IDS, None, compare=False),
     ):
         torch.topk(scores(tokens, 6), 2)

@@ -70,11 +70,11 @@ def test_every_number_is_short(kind: Kind, value: float) -> None:
         ('{"step": 1, "x": ' + "[" * 500 + "]" * 500 + "}", "metrics.jsonl:2: x must be a number or null, got a list"),
         ('{"step": 1, "x": "' + "y" * 10_000 + '"}', r"metrics.jsonl:2: x must be a number or null, got 'y{79}$"),
         ('{"step": 1, "x": ' + "1" * 10_000 + "}", "metrics.jsonl:2 is not JSON .*digits"),
-        ('{"step": 1e999}', "metrics.jsonl:2: a line must be an object with a whole number up to"),
-        ('{"step": 1' + "0" * 400 + "}", "metrics.jsonl:2: a line must be an object with a whole number up to"),
-        ('{"step": true}', "metrics.jsonl:2: a line must be an object with a whole number up to"),
-        ('{"step": 1.0}', "metrics.jsonl:2: a line must be an object with a whole number up to"),
-        ("[1]", "metrics.jsonl:2: a line must be an object"),
+        ('{"step": 1e999}', "metrics.jsonl:2: expected a JSON object whose step is an integer of at most"),
+        ('{"step": 1' + "0" * 400 + "}", "metrics.jsonl:2: expected a JSON object whose step is an integer of at most"),
+        ('{"step": true}', "metrics.jsonl:2: expected a JSON object whose step is an integer of at most"),
+        ('{"step": 1.0}', "metrics.jsonl:2: expected a JSON object whose step is an integer of at most"),
+        ("[1]", "metrics.jsonl:2: expected a JSON object"),
         ("", "metrics.jsonl:2 is not JSON"),
         ("\udcff", "metrics.jsonl:2 is not JSON"),
     ],
@@ -94,7 +94,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: pathlib.Path, line: str, 
 )
 def test_a_config_that_cannot_be_read_is_named(tmp_path: pathlib.Path, config: str) -> None:
     run = written(tmp_path / "a", '{"step": 0}\n', config)
-    with pytest.raises(MeasureError, match=r"a/config\.json .*remove it to do without"):
+    with pytest.raises(MeasureError, match=r"a/config\.json .*remove it to make the report without settings"):
         write_report([run], tmp_path / "page.html", "title")
 
 

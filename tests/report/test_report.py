@@ -218,7 +218,7 @@ def test_only_settings_that_differ_are_shown(runs: list[Run]) -> None:
 
 
 def test_what_cannot_be_reported_is_refused(tmp_path: pathlib.Path, runs: list[Run]) -> None:
-    with pytest.raises(ConfigError, match=r"call it \.html"):
+    with pytest.raises(ConfigError, match=r"the page cannot have the name page\.json.*use \.html"):
         write_report(runs, tmp_path / "page.json", "title")
     with pytest.raises(ConfigError, match="one run or more"):
         write_report([], tmp_path / "page.html", "title")

@@ -129,7 +129,7 @@ class TrajectoryMachine(RuleBasedStateMachine):
         response = self.response(data, prompt, sampled, 0)
         response.arguments["routes"] = None
         if sampled:
-            self.refused(trajectory, response, "came without routes")
+            self.refused(trajectory, response, "sampled tokens but no routes")
             response.arguments["allow_gap"] = True
         self.append(trajectory, model, response, with_rows=False)
 

@@ -101,7 +101,7 @@ def test_a_gap_raises_or_stays_uncaptured_and_is_filled_by_a_later_response() ->
     assert trajectory.routes[:7].same_sets(engine.rows([5, 6, 7, 8, 1, 2, 3, 4], 0))
 
 
-@pytest.mark.parametrize(("rows", "hint"), [(6, "return all rows"), (3, "do not belong together")])
+@pytest.mark.parametrize(("rows", "hint"), [(6, "number of all rows"), (3, "do not belong to the tokens")])
 def test_the_number_of_rows_must_fit_the_tokens(rows: int, hint: str) -> None:
     trajectory = Trajectory(SPEC)
     trajectory.append(*Engine().respond([5, 6, 7], [8, 9]))
@@ -114,7 +114,7 @@ def test_the_number_of_rows_must_fit_the_tokens(rows: int, hint: str) -> None:
 def test_retokenised_history_is_found_with_its_position() -> None:
     trajectory, engine = Trajectory(SPEC), Engine()
     trajectory.append(*engine.respond([5, 6, 7], [8, 9]))
-    with pytest.raises(StitchError, match="at position 3 of 5 the trajectory has token 8, the prompt 12"):
+    with pytest.raises(StitchError, match="at position 3 of 5 expected token 8, got 12"):
         trajectory.append(*engine.respond([5, 6, 7, 12, 9, 1], [2]))
     with pytest.raises(StitchError, match="the prompt ends at position 4"):
         trajectory.append(*engine.respond([5, 6, 7, 8], [2]))
@@ -141,10 +141,10 @@ def test_a_branch_shares_the_common_prefix_without_copying() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], [1], [-1.0], None), "prompt_ids is empty"),
+        (([], [1], [-1.0], None), "prompt_ids must have at least one token"),
         (([1], [2], [], None), "logprobs must be 1 numbers"),
         (([1], [2], [float("nan")], None), "logprobs of the completion: the value at position 0 is nan"),
-        (([1], [2], [-1.0], None), "1 tokens came without routes"),
+        (([1], [2], [-1.0], None), "1 sampled tokens but no routes"),
         (([1], [2], [-1.0], [[1]]), "routes must be a Routes, got list"),
         (([[1]], [2], [-1.0], None), "prompt_ids must be a flat sequence"),
         (([1.5], [2], [-1.0], None), "prompt_ids must be a flat sequence"),

@@ -54,7 +54,7 @@ def test_342_kb_that_would_take_seconds_are_refused_unless_the_caller_names_the_
 @pytest.mark.parametrize(("experts", "k"), [(65536, 65530), (65536, 65534)])
 def test_few_bytes_that_unpack_to_many_slots_are_refused(experts: int, k: int, counted: list) -> None:
     sets = wire.FREE_BYTES // (2 * k)  # all that the memory limit allows
-    with pytest.raises(WireError, match="may cost"):
+    with pytest.raises(WireError, match=r"more than the limit of .* for a blob of this size"):
         wire.decode(wide_blob(experts, k, sets))
     assert not counted
 
@@ -83,7 +83,7 @@ def test_unpacking_may_take_as_many_steps_as_allowed_and_no_more() -> None:
     header = wire.read_header(wide_blob(128, 8, 100))
     steps = kernel.unranking_steps(100, 8, 128)
     sets.refuse_slow(header, steps)
-    with pytest.raises(WireError, match=f"takes about {steps:,} steps, more than the {steps - 1:,}"):
+    with pytest.raises(WireError, match=f"takes about {steps:,} steps, more than the limit of {steps - 1:,} "):
         sets.refuse_slow(header, steps - 1)
 
 

@@ -109,7 +109,7 @@ def test_a_bad_rank_crosses_a_process_whole() -> None:
 def test_wrong_length_and_padding() -> None:
     packed = bytes(kernel.encode_sets(random_sets(3, 8, 2), 8))  # 15 bits
     for wrong in (packed[:-1], packed + b"\0"):
-        with pytest.raises(ValueError, match="take 2 bytes"):
+        with pytest.raises(ValueError, match="expected 2 bytes"):
             kernel.decode_sets(wrong, 3, 2, 8, np.dtype(np.uint8))
     with pytest.raises(ValueError, match="must be zero"):
         kernel.decode_sets(bytes([packed[0], packed[1] | 0x80]), 3, 2, 8, np.dtype(np.uint8))

@@ -106,7 +106,7 @@ def test_a_layer_that_was_never_recorded_is_refused_unless_the_caller_knows_bett
     spec = RouterSpec(num_experts=8, top_k=1, layers=(0, 1))
     read, write, _ = PAYLOADS[peer]
     rows = Routes([[[3], [0]], [[4], [0]]] * 32, spec)
-    with pytest.raises(WireError, match=r"layers \[1\] are zero in all 64 rows"):
+    with pytest.raises(WireError, match=r"layers \[1\] hold only zeros in all 64 rows"):
         read(write(rows), spec)
     assert read(write(rows), spec, allow_zero_layers=True) == rows
     assert read(write(rows[1:]), spec) == rows[1:]  # 63 rows may well be expert 0
@@ -116,9 +116,9 @@ def test_a_layer_that_was_never_recorded_is_refused_unless_the_caller_knows_bett
 def test_two_routers_in_one_layer_have_no_place(peer: str) -> None:
     read, write, payload = PAYLOADS[peer]
     spec = RouterSpec(num_experts=8, top_k=2, layers=(1, 1, 3), num_layers=4)
-    with pytest.raises(WireError, match="layer 1 holds two routers"):
+    with pytest.raises(WireError, match="layer 1 has two routers"):
         write(Routes(ROWS, spec))
-    with pytest.raises(WireError, match="layer 1 holds two routers"):
+    with pytest.raises(WireError, match="layer 1 has two routers"):
         read(payload, spec)
 
 

@@ -44,7 +44,7 @@ def test_start_is_read_and_held_against_the_prompt() -> None:
         assert peers.peer_start(payload) == 7
         assert peers.peer_start(json.dumps(payload)) == 7
         assert len(read(payload, SPEC, prompt_length=7)) == 2
-        with pytest.raises(WireError, match="start: 7 lies beyond the prompt of 6"):
+        with pytest.raises(WireError, match="start: expected at most prompt_length=6, got 7"):
             read(payload, SPEC, prompt_length=6)
         with pytest.raises(WireError, match="prompt_length"):
             read(payload, SPEC, prompt_length="6")
@@ -164,5 +164,5 @@ def test_the_first_negative_id_is_named_by_its_place(dtype: str) -> None:
     array[1, 1, 0] = array[2, 0, 1] = -7
     data = base64.b64encode(array.tobytes()).decode()
     payload = {"data": data, "shape": [3, 2, 2], "start": 0, "dtype": dtype}
-    with pytest.raises(WireError, match="row 1, layer 1, slot 0: negative expert id -7"):
+    with pytest.raises(WireError, match="row 1, layer 1, slot 0: expected an expert id of 0 or more, got -7"):
         wire.from_prime_rl(payload, spec_of(8, 2))

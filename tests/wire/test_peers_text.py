@@ -78,11 +78,11 @@ def test_bad_npy(message: str, text: str) -> None:
 
 def test_sglang_asks_for_num_layers_where_the_bytes_do_not_divide() -> None:
     text = b64(packed("i", [0] * 10))
-    with pytest.raises(WireError, match=r"routed_experts.*give num_layers"):
+    with pytest.raises(WireError, match=r"routed_experts.*pass num_layers"):
         peers.from_sglang(text, RouterSpec(num_experts=8, top_k=2, layers=(1, 2)))
-    with pytest.raises(WireError, match="40 bytes are not whole rows of 4 layers x 2") as info:
+    with pytest.raises(WireError, match="whole rows of 32 bytes \\(4 layers x 2 int32\\), got 40") as info:
         peers.from_sglang(text, SPEC)
-    assert "give num_layers" not in str(info.value)
+    assert "pass num_layers" not in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_nemo_missing_rows_neither_make_nor_hide_a_layer_that_never_ran() -> Non
     spec = RouterSpec(num_experts=8, top_k=1, layers=(0, 1))
     few = peers.from_nemo(nemo([-1, -1, *[3, 0] * 63], shape="64x2x1"), spec)  # 63 captured rows may be expert 0
     assert few.captured.tolist() == [False] + [True] * 63
-    with pytest.raises(WireError, match=r"layers \[1\] are zero in all 64 rows"):
+    with pytest.raises(WireError, match=r"layers \[1\] hold only zeros in all 64 rows"):
         peers.from_nemo(nemo([-1, -1, *[3, 0] * 64], shape="65x2x1"), spec)
 
 
@@ -128,14 +128,14 @@ def test_nemo_missing_rows_neither_make_nor_hide_a_layer_that_never_ran() -> Non
 def test_nemo_refuses_a_row_that_is_partly_missing(place: int) -> None:
     values = list(ENGINE)
     values[place] = -1
-    with pytest.raises(WireError, match=f"data: row 1 is missing .* layer {(place - 8) // 2}"):
+    with pytest.raises(WireError, match=rf"data: row 1 has -1 \(missing\) in layer {(place - 8) // 2}, expected"):
         peers.from_nemo(nemo(values), SPEC)
 
 
 def test_nemo_keeps_the_row_of_an_error_after_missing_rows() -> None:
     with pytest.raises(WireError, match="row 1, layer 1: experts \\[3, 3\\]"):
         peers.from_nemo(nemo([*[-1] * 8, 0, 0, 3, 3, 0, 1, 7, 2]), SPEC)
-    with pytest.raises(WireError, match="negative expert id -2"):
+    with pytest.raises(WireError, match="expected an expert id of 0 or more, got -2"):
         peers.from_nemo(nemo([*[-1] * 8, 0, 0, 3, -2, 0, 1, 7, 2]), SPEC)
 
 

@@ -42,9 +42,9 @@ class LocalBatch:
 
     def __post_init__(self) -> None:
         if self.whole.routes is not None:
-            raise BatchError("the whole of a LocalBatch has no rows; make one with Batch.split")
+            raise BatchError("`whole` of a LocalBatch must have routes=None; make a LocalBatch with Batch.split")
         if self.routes is not None and len(self.routes) != len(self.slots):
-            raise BatchError(f"{len(self.slots)} slots but {len(self.routes)} rows; every slot has a row")
+            raise BatchError(f"routes must have one row per slot: expected {len(self.slots)}, got {len(self.routes)}")
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -56,14 +56,16 @@ class LocalBatch:
 
     @property
     def labels(self) -> np.ndarray:
+        """The token that each of this rank's slots predicts; NO_LABEL for none."""
         return self.whole.labels[self.place]
 
     @property
     def label_mask(self) -> np.ndarray:
+        """True for each of this rank's slots whose label is part of the loss."""
         return self.whole.label_mask[self.place]
 
     def to_torch(self, device: Any = "cpu") -> LocalTensors:
-        """Return this batch on a device: the same object every time, which copies an array on its first use."""
+        """Return this batch on `device`. Later calls return the same object; it copies an array on its first use."""
         from router_replay.batch.tensors import LocalTensors, torch_device
 
         key = torch_device(device)

@@ -25,9 +25,11 @@ class Layout:
 
     @property
     def order(self) -> list[int]:
+        """The sample numbers in the order of their slots, over all bins."""
         return [sample for members in self.bins for sample in members]
 
     def lay_out(self, arrays: Sequence[np.ndarray], fill: Any) -> np.ndarray:
+        """Concatenate one array per sample in slot order, each padded at its end with `fill`."""
         pieces = []
         for sample in self.order:
             array = arrays[sample]
@@ -35,6 +37,7 @@ class Layout:
         return np.concatenate(pieces)
 
     def lay_out_rows(self, routes: Sequence[Routes]) -> Routes:
+        """Concatenate the rows of all samples in slot order; padding is uncaptured."""
         pieces = []
         for sample in self.order:
             rows = routes[sample]
@@ -51,11 +54,12 @@ def pack(
     pad_token_id: int = 0,
     on_missing: Literal["raise", "live"] = "raise",
 ) -> Batch:
-    """Pack samples (Trajectory, Sample or similar) first-fit decreasing; the same input gives the same batch.
+    """Pack `samples` (Trajectory, Sample or similar) first-fit decreasing; the same input gives the same batch.
 
-    Every sequence is padded at its end to `pad_to_multiple_of` slots, so that it can be sharded
-    in either way; padding is uncaptured and has no loss. A row that predicts a token of the loss
-    must be captured or BatchError is raised; `on_missing="live"` leaves such rows to the live router.
+    A bin has at most `max_tokens` slots. Every sequence is padded at its end with `pad_token_id` to a multiple of
+    `pad_to_multiple_of` slots, so that it can be sharded in either way; padding is uncaptured and has no loss. A row
+    that predicts a token of the loss must be captured or BatchError is raised; `on_missing="live"` leaves such rows
+    to the live router.
     """
     if on_missing not in ("raise", "live"):
         raise BatchError(f'on_missing must be "raise" or "live", got {on_missing!r}')
@@ -98,7 +102,7 @@ def first_fit_decreasing(lengths: Sequence[int], max_tokens: int, multiple: int 
     max_tokens = exact_int(max_tokens, "max_tokens", BatchError, least=1)
     multiple = exact_int(multiple, "pad_to_multiple_of", BatchError, least=1)
     if not lengths:
-        raise BatchError("there are no samples to pack")
+        raise BatchError("samples is empty: pack needs at least one sample")
     padded = [-(-length // multiple) * multiple for length in lengths]
     bins: list[list[int]] = []
     room = np.zeros(len(lengths), np.int64)  # free slots of the bins opened so far; 0 for the others
@@ -125,10 +129,13 @@ def _all_routes(samples: Sequence[Sample]) -> list[Routes] | None:
     for number, sample in enumerate(samples):
         if sample.routes is None:
             raise BatchError(
-                f"sample {number} has no routes, others have: give Routes.missing(tokens, spec) to route it live"
+                f"sample {number} has no routes, but other samples have: give it Routes.missing(tokens, spec) to route "
+                "it live"
             )
         if sample.routes.spec != routes[0].spec:
-            raise BatchError(f"sample {number} is of another model: {sample.routes.spec}, expected {routes[0].spec}")
+            raise BatchError(
+                f"sample {number} is of another model: expected {routes[0].spec}, got {sample.routes.spec}"
+            )
     return routes
 
 

@@ -16,21 +16,29 @@ class SampleLike(Protocol):
     """The attributes of a sample that `pack` uses; a Trajectory has all of them."""
 
     @property
-    def token_ids(self) -> Any: ...
+    def token_ids(self) -> Any:
+        """The tokens of the sequence."""
+
     @property
-    def logprobs(self) -> Any: ...
+    def logprobs(self) -> Any:
+        """The rollout engine's log-prob of each token."""
+
     @property
-    def loss_mask(self) -> Any: ...
+    def loss_mask(self) -> Any:
+        """True for each token that is part of the loss."""
+
     @property
-    def routes(self) -> Routes | None: ...
+    def routes(self) -> Routes | None:
+        """One row per token, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One sequence: entry i of each field describes token i; row i of `routes` is token i as an input.
 
-    `advantages` is one number for the whole sequence or one per token. `routes` is None if
-    nothing is to be replayed.
+    `token_ids` are integers. `logprobs` are the rollout engine's log-probs, finite where `loss_mask` is True.
+    `loss_mask` is True for the tokens of the loss. `routes` is None if nothing is to be replayed. `advantages` is one
+    number for the whole sequence or one per token.
     """
 
     token_ids: np.ndarray
@@ -41,13 +49,14 @@ class Sample:
 
     @classmethod
     def of(cls, source: SampleLike, advantages: Any = None, where: str = "sample") -> Sample:
-        """Make a checked Sample from a Trajectory or any object with the same attributes.
+        """Make a checked Sample from `source`, a Trajectory or any object with the same attributes.
 
-        `where` names the sample in error messages.
+        `advantages` is one number or one per token; by default the attribute of `source`, or 0. `where` names the
+        sample in error messages. Raises BatchError if a field is invalid.
         """
         tokens = int64_array(source.token_ids, f"{where}: token_ids", BatchError)
         if not len(tokens):
-            raise BatchError(f"{where}: token_ids is empty: a sample has one token or more")
+            raise BatchError(f"{where}: token_ids is empty: a sample needs at least one token")
         mask = _mask(source.loss_mask, len(tokens), f"{where}: loss_mask")
         logprobs = _per_token(source.logprobs, len(tokens), f"{where}: logprobs")
         refuse_not_finite(logprobs, f"{where}: logprobs of tokens that bear loss", BatchError, mask)
@@ -62,8 +71,8 @@ class Sample:
             raise BatchError(f"{where}: routes must be a Routes or None, got {type(routes).__name__}")
         if routes is not None and len(routes) != len(tokens):
             raise BatchError(
-                f"{where}: {len(tokens)} tokens but {len(routes)} rows; every token has a row, "
-                "uncaptured where it is not known (Routes.missing)"
+                f"{where}: routes must have one row per token: expected {len(tokens)}, got {len(routes)}; "
+                "use Routes.missing for rows that are not known"
             )
         return cls(tokens, logprobs, mask, routes, advantages)
 

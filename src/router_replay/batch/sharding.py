@@ -13,7 +13,11 @@ ShardKind = Literal["contiguous", "zigzag"]
 
 
 def shard_index(cu_seqlens: np.ndarray, bin_ends: np.ndarray, rank: int, size: int, kind: ShardKind) -> np.ndarray:
-    """Return the slots of `rank`, in the order in which the rank holds them.
+    """Return the slots of `rank` out of `size` ranks, in the order in which the rank holds them.
+
+    `cu_seqlens` [sequences + 1] are the sequence boundaries in slots, from 0 on; `bin_ends` [bins] are the ends of the
+    bins. `kind` is "contiguous" (every bin is cut into `size` equal pieces) or "zigzag" (every sequence is cut into
+    2 * size pieces, of which a rank gets two). Raises BatchError if a length does not divide.
 
     One sequence of 8 slots over 2 ranks: contiguous gives 0 1 2 3 and 4 5 6 7; zigzag gives
     0 1 6 7 and 2 3 4 5, so that causal attention costs both ranks the same.
@@ -30,6 +34,7 @@ def shard_index(cu_seqlens: np.ndarray, bin_ends: np.ndarray, rank: int, size: i
 
 
 def checked_rank(rank: int, size: int) -> tuple[int, int]:
+    """Return rank and size as Python integers; raise BatchError unless 0 <= rank < size."""
     size = exact_int(size, "size", BatchError, least=1)
     if not 0 <= exact_int(rank, "rank", BatchError, least=-LARGEST) < size:
         raise BatchError(f"rank must lie in [0, size), got rank {rank} of size {size}")
@@ -44,7 +49,7 @@ def _pieces(start: int, end: int, count: int, name: str, wanted: list[int]) -> n
     length = end - start
     if length % count:
         raise BatchError(
-            f"{name} has {length} slots, which do not divide into {count} equal pieces: "
+            f"{name} has {length} slots, expected a multiple of {count} to cut it into equal pieces: "
             f"pack with pad_to_multiple_of={count} or a multiple of it"
         )
     piece = length // count

@@ -33,7 +33,9 @@ class TensorRoutes:
     def __post_init__(self) -> None:
         rows, columns = len(self.ids), (len(self.spec.layers), self.spec.top_k)
         if self.ids.shape != (rows, *columns):
-            raise RoutesError(f"ids must be [rows, {columns[0]}, {columns[1]}], got {list(self.ids.shape)}")
+            raise RoutesError(
+                f"ids must have the shape [rows, {columns[0]} layers, {columns[1]} slots], got {list(self.ids.shape)}"
+            )
         if self.captured.shape != (rows,) or self.captured.dtype != torch.bool:
             raise RoutesError(
                 f"captured must be [{rows}] of torch.bool, one per row of ids, got {list(self.captured.shape)} of "
@@ -45,6 +47,7 @@ class TensorRoutes:
 
     @classmethod
     def from_routes(cls, routes: Routes, device: Any = "cpu") -> TensorRoutes:
+        """Copy routes to a device."""
         ids = _writable(routes.ids).to(device, non_blocking=True)
         captured = _writable(routes.captured).to(device, non_blocking=True)
         return cls(ids, captured, routes.spec, routes.all_captured, any(routes.captured_runs.values))
@@ -54,6 +57,7 @@ class TensorRoutes:
 
     @property
     def device(self) -> torch.device:
+        """The device of the ids."""
         return self.ids.device
 
 
@@ -76,6 +80,7 @@ class TensorBatch:
 
     @classmethod
     def from_batch(cls, batch: Batch, device: Any = "cpu") -> TensorBatch:
+        """Copy a batch to a device."""
         fields = {name: _writable(getattr(batch, name)).to(device) for name in (*PER_SLOT, "cu_seqlens")}
         routes = None if batch.routes is None else TensorRoutes.from_routes(batch.routes, device)
         return cls(**fields, routes=routes)
@@ -107,22 +112,27 @@ class LocalTensors:
 
     @property
     def token_ids(self) -> torch.Tensor:
+        """The tokens of this rank's slots."""
         return self._mine("token_ids")
 
     @property
     def position_ids(self) -> torch.Tensor:
+        """The position of each of this rank's slots in its sequence."""
         return self._mine("position_ids")
 
     @property
     def labels(self) -> torch.Tensor:
+        """The token that each of this rank's slots predicts; NO_LABEL for none."""
         return self._mine("labels")
 
     @property
     def label_mask(self) -> torch.Tensor:
+        """True for each of this rank's slots whose label is part of the loss."""
         return self._mine("label_mask")
 
     @functools.cached_property
     def routes(self) -> TensorRoutes | None:
+        """The rows of this rank's slots, or None if the batch has no routes."""
         rows = self._local.routes
         return None if rows is None else TensorRoutes.from_routes(rows, self.device)
 

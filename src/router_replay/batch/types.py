@@ -39,11 +39,21 @@ PER_SLOT = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Packed sequences. Arrays are [slots]; `routes` has one row per slot, or is None.
+    """Packed sequences. A batch of several bins is their concatenation; `bins()` yields them one by one.
 
-    A batch of several bins is their concatenation; `bins()` yields them one by one, as micro-batches
-    of at most `max_tokens` slots. In a shard, `cu_seqlens` still describes the whole batch (sequence
-    parallel attention runs on whole sequences) and `slots` lists which of its slots the shard holds.
+    These arrays are [slots]:
+
+    - `token_ids`: the tokens, `pad_token_id` in padding.
+    - `position_ids`: the position in the sequence, from 0 on; padding continues the count.
+    - `sample_ids`: the number of the sample in the list that was packed, -1 in padding.
+    - `loss_mask`, `logprobs`, `advantages`: those of the token in the slot; False or 0.0 in padding.
+    - `labels`: the token that the slot predicts, NO_LABEL for none.
+    - `label_mask`, `label_logprobs`, `label_advantages`: those of the token that the slot predicts.
+    - `slots`: the numbers of these slots in the whole batch.
+
+    `routes` has one row per slot, or is None. `cu_seqlens` [sequences + 1] are the sequence boundaries, padding
+    included. `bin_ends` [bins] are the ends of the bins. `shard_of` is (rank, size, kind) in a shard, otherwise None.
+    In a shard, `cu_seqlens` still describes the whole batch: sequence parallel attention runs on whole sequences.
     """
 
     token_ids: np.ndarray
@@ -67,6 +77,7 @@ class Batch:
 
     @property
     def num_bins(self) -> int:
+        """The number of bins."""
         return len(self.bin_ends)
 
     def bins(self) -> Iterator[Batch]:
@@ -86,7 +97,7 @@ class Batch:
     def shard(self, rank: int, size: int, kind: ShardKind = "contiguous") -> Batch:
         """Return the slots of `rank` out of `size` ranks, with their labels and rows, copied to new memory.
 
-        "contiguous" cuts every bin into `size` equal pieces (Ulysses); "zigzag" cuts every sequence
+        The `kind` "contiguous" cuts every bin into `size` equal pieces (Ulysses); "zigzag" cuts every sequence
         into 2 * size pieces, of which rank r takes pieces r and 2 * size - 1 - r (ring attention).
         """
         self._refuse_shard("shard")
@@ -113,7 +124,10 @@ class Batch:
         return dataclasses.replace(self, routes=routes)
 
     def per_sample(self, values: Any) -> list[np.ndarray]:
-        """Split an array over slots into one array per sample, in the order in which the samples were given."""
+        """Split `values`, an array over slots, into one array per sample, in the order in which the samples were given.
+
+        Padding is left out.
+        """
         values = np.asarray(values)
         if values.shape[:1] != (len(self),):
             raise BatchError(f"values must have one entry per slot: expected {len(self)}, got {list(values.shape)}")
@@ -136,7 +150,9 @@ class Batch:
     def _refuse_shard(self, what: str) -> None:
         if self.shard_of is not None:
             rank, size, kind = self.shard_of
-            raise BatchError(f"{what}() of a shard ({kind}, rank {rank} of {size}): call it on the whole batch")
+            raise BatchError(
+                f"{what}() needs the whole batch, got a shard ({kind}, rank {rank} of {size}): call it before shard()"
+            )
 
 
 def _rows(routes: Routes | None, index: np.ndarray | slice) -> Routes | None:

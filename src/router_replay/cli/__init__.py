@@ -1,4 +1,4 @@
-"""The `router-replay` command. A subcommand imports what it needs when it runs, so that --help answers at once.
+"""Run the `router-replay` command. A subcommand imports what it needs when it runs, so that --help is fast.
 
 Exit codes: 0 for success, 1 for an error that is printed as one message, 2 for a wrong command line, 130 for Ctrl-C.
 """
@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="router-replay", description="Rollout routing replay for MoE models.")
     parser.add_argument("--version", action="version", version=f"router-replay {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    families = commands.add_parser("families", help="which transformers MoE families can be replayed, and how")
+    families = commands.add_parser("families", help="print which transformers MoE families can be replayed, and how")
     families.set_defaults(run=_families)
-    inspect = commands.add_parser("inspect", help="what a file of encoded routes holds")
-    inspect.add_argument("file", type=pathlib.Path, help="bytes that router_replay.wire.encode wrote")
+    inspect = commands.add_parser("inspect", help="print what a file of encoded routes holds")
+    inspect.add_argument("file", type=pathlib.Path, help="a file with the bytes of router_replay.wire.encode")
     inspect.set_defaults(run=_inspect)
     serve = commands.add_parser(
         "serve",
-        help="vLLM's own OpenAI server, with capture and forced routing on",
+        help="start vLLM's own OpenAI server with capture and forced routing",
         allow_abbrev=False,  # vLLM's --api-key KEY must not be read as --api-key-env
     )
     serve.add_argument("model", help="a Hugging Face folder; vLLM's own options may follow")
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--api-key-env",
         default="",
         metavar="NAME",
-        help="the environment variable that holds the key which every route asks for (default: ROUTER_REPLAY_API_KEY, "
-        "where it is set); without a key the server listens on loopback addresses only",
+        help="the environment variable that holds the server's key, which every route then asks for (default: "
+        "ROUTER_REPLAY_API_KEY, if it is set); without a key the server listens on loopback addresses only",
     )
     serve.set_defaults(run=_serve)
     make_model.add(commands)

@@ -10,10 +10,10 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Register the command with argparse's subparsers."""
-    parser = commands.add_parser("demo", help="replay off against R3 on a tiny model with a real vLLM engine")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo"), help="a folder for runs and page")
+    parser = commands.add_parser("demo", help="compare replay off with R3 on a tiny model with a real vLLM engine")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo"), help="folder for runs and page")
     parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
-    parser.add_argument("--fp8", action="store_true", help="the engine runs on weights rounded to FP8 blocks")
+    parser.add_argument("--fp8", action="store_true", help="round the engine's weights to FP8 blocks")
     parser.set_defaults(run=run)
 
 

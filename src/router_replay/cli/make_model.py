@@ -10,13 +10,13 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Register the command with argparse's subparsers."""
-    parser = commands.add_parser("make-model", help="make a small Qwen3-MoE with a warm start on additions")
+    parser = commands.add_parser("make-model", help="make a small Qwen3-MoE that was trained on additions")
     parser.add_argument("--size", choices=("tiny", "gpu"), default="tiny", help="tiny: 11 MB; gpu: 0.9 GB")
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="default: models/SIZE")
-    parser.add_argument("--steps", type=int, metavar="N", help="the most; it stops when it is right often enough")
-    parser.add_argument("--digits", type=int, metavar="N", help="of the operands")
-    parser.add_argument("--seed", type=int, metavar="N")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU where there is one")
+    parser.add_argument("--steps", type=int, metavar="N", help="maximum; training stops earlier at its target accuracy")
+    parser.add_argument("--digits", type=int, metavar="N", help="number of digits of the operands")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the weights and the examples")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU if there is one)")
     parser.set_defaults(run=_run)
 
 
@@ -38,7 +38,7 @@ def _run(chosen: argparse.Namespace) -> int:
                 progress=progress,
             )
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last saved state", file=sys.stderr)
+        print("stopped; run the same command again to continue from the last saved state", file=sys.stderr)
         return 130
     stamp = read_stamp(folder) or {}
     print(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command with argparse's subparsers."""
-    report = commands.add_parser("report", help="compare training runs: a table here, curves on a page")
+    report = commands.add_parser("report", help="compare training runs in a table and on a page of curves")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output folder of a run, or NAME=FOLDER")
     report.add_argument("--out", type=pathlib.Path, default=pathlib.Path("report.html"), help="the page's file")
     report.add_argument("--title", default="Router Replay: runs compared", help="the page's heading")

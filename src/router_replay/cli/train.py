@@ -1,4 +1,4 @@
-"""`router-replay train`: train a policy by a TOML config."""
+"""`router-replay train`: train a policy with the settings of a TOML file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("train", help="train a policy: GRPO on an MoE model with replay off, R2 or R3")
     parser.add_argument("config", nargs="?", type=pathlib.Path, help="a TOML file; docs/training.md has every setting")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override one setting; repeatable")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved config, and end")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the output")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved config, and exit")
     parser.set_defaults(run=run)
 
 
@@ -40,7 +40,10 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def leave(status: int) -> None:
-    """End a process of a run of several at once: its files are closed, and gloo's threads may crash a normal exit."""
+    """End a process of a run of several processes without Python's normal exit, in which gloo's threads may crash.
+
+    Its files are closed at this point.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

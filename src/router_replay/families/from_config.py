@@ -49,7 +49,7 @@ def spec_from_config(config: Any) -> RouterSpec:
         fields = {**fields, **_as_mapping(fields.get(rules.nested) or {}), "model_type": model_type}
     if rules.switch and not fields.get(rules.switch):
         raise SpecError(
-            f"this {model_type} config has {rules.switch}={fields.get(rules.switch)!r}: a dense model, no router"
+            f"this {model_type} config has {rules.switch}={fields.get(rules.switch)!r}: a dense model has no router"
         )
 
     num_layers = _depth(fields, rules)
@@ -58,7 +58,7 @@ def spec_from_config(config: Any) -> RouterSpec:
     top_k = family.top_k or _number(fields, TOP_K_FIELDS, "the experts per token")
     layers = _routed_layers(fields, rules, num_layers, known=family.config is not None or model_type is None)
     if not layers:
-        raise SpecError(f"this {model_type} config has {num_layers} decoder layers and a router in none of them")
+        raise SpecError(f"none of the {num_layers} decoder layers of this {model_type} config has a router")
     return RouterSpec(
         num_experts=num_experts + rules.skip_classes,
         top_k=top_k,
@@ -95,13 +95,13 @@ def _number(fields: Mapping[str, Any], names: tuple[str, ...], what: str) -> int
         if isinstance(value, list | tuple):
             if len(set(value)) > 1:
                 raise SpecError(
-                    f"{name} differs between layers ({value}): one RouterSpec describes layers that are alike"
+                    f"{name} must be the same in all layers, since one RouterSpec describes all of them, got {value}"
                 )
             value = value[0] if value else None
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     raise SpecError(
-        f"this config does not say {what}: looked for {', '.join(names)} "
+        f"this config does not give {what}: expected one of the fields {', '.join(names)} "
         f"(in it, or in its {', '.join(TEXT_FIELDS)}); {_what_is_there(fields, names)}"
     )
 
@@ -109,8 +109,8 @@ def _number(fields: Mapping[str, Any], names: tuple[str, ...], what: str) -> int
 def _what_is_there(fields: Mapping[str, Any], names: tuple[str, ...]) -> str:
     unset = [name for name in names if name in fields]
     near = sorted(name for name in fields if any(part in name for part in ("expert", "moe", "top_k", "topk", "router")))
-    found = f"{unset[0]} is there but {fields[unset[0]]!r}" if unset else f"related fields: {', '.join(near) or 'none'}"
-    return f"model_type is {fields.get('model_type')!r}, {found}. Pass RouterSpec(...) yourself for any other model"
+    found = f"{unset[0]} is {fields[unset[0]]!r}" if unset else f"related fields: {', '.join(near) or 'none'}"
+    return f"model_type is {fields.get('model_type')!r}, {found}. For another model, make RouterSpec(...) yourself"
 
 
 def _depth(fields: Mapping[str, Any], rules: ConfigRules) -> int:
@@ -135,8 +135,8 @@ def _routed_layers(fields: Mapping[str, Any], rules: ConfigRules, depth: int, *,
                 return [layer for layer in routed if 0 <= layer < depth]
     if not known:
         raise SpecError(
-            f"model_type {fields.get('model_type')!r} is not known here and its config does not say which layers are "
-            f"routed: looked for {', '.join(LAYER_RULES)}. Pass RouterSpec(num_experts, top_k, layers) yourself"
+            f"the routed layers are not known: model_type {fields.get('model_type')!r} has no record, and its config "
+            f"has none of {', '.join(LAYER_RULES)}. Make RouterSpec(num_experts, top_k, layers) yourself"
         )
     return list(range(min(rules.dense_first, depth), depth))
 

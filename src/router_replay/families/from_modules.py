@@ -34,7 +34,7 @@ NOT_DECODER = {
     "vision": "routes image patches",
     "visual": "routes image patches",
     "audio": "routes audio frames",
-    "talker": "speaks what the decoder wrote; wrap model.talker itself to replay it",
+    "talker": "generates speech from the decoder's text; wrap model.talker itself to replay it",
     "mtp": "a multi-token prediction head",
     "nextn": "a multi-token prediction head",
     "draft": "a draft head",
@@ -54,15 +54,15 @@ CALL_ORDER = ("self_attention", "self_attn", "mlp")
 class FoundRouter:
     """Describes a module whose `method` chooses `top_k` of `num_experts` experts for each token."""
 
-    layer: int
-    name: str
+    layer: int  # the absolute id of its decoder layer
+    name: str  # its path in the model
     module: nn.Module
     method: str
     num_experts: int
     top_k: int
     choice: Choice
-    ordered: bool
-    num_groups: int = 1
+    ordered: bool  # the order of the slots has a meaning
+    num_groups: int = 1  # of experts; 1 if they are not grouped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,14 @@ class Found:
 
     @property
     def spec(self) -> RouterSpec:
+        """The RouterSpec of these routers. Raises ReplayError if layers differ in experts or top-k."""
         first = self.routers[0]
         for router in self.routers:
             if (router.num_experts, router.top_k) != (first.num_experts, first.top_k):
                 raise ReplayError(
-                    f"layer {router.layer} chooses {router.top_k} of {router.num_experts} experts, layer {first.layer} "
-                    f"{first.top_k} of {first.num_experts}: one RouterSpec describes layers that are alike"
+                    f"all layers must choose the same number of experts, since one RouterSpec describes all of them: "
+                    f"layer {first.layer} chooses {first.top_k} of {first.num_experts}, layer {router.layer} "
+                    f"{router.top_k} of {router.num_experts}"
                 )
         return RouterSpec(
             num_experts=first.num_experts,
@@ -99,8 +101,8 @@ def find_routers(model: nn.Module) -> Found:
     named = _named_routers(model, modules)
     if not named:
         raise ReplayError(
-            f"{type(model).__name__} has no router that Router Replay knows: no module in it is of a class that its "
-            'transformers model names in _can_record_outputs["router_logits"]'
+            f"{type(model).__name__} has no router that Router Replay can find: expected a transformers MoE model with "
+            'a module of a class in its _can_record_outputs["router_logits"]'
         )
     by_stack: dict[str, list[str]] = {}
     for name in named:
@@ -116,7 +118,7 @@ def find_routers(model: nn.Module) -> Found:
     _refuse_tied(model, routers)
     routers.sort(key=_call_order)
     if not routers:
-        raise ReplayError(f"{type(model).__name__} has no router in its text decoder; left alone: {left_live}")
+        raise ReplayError(f"{type(model).__name__} has no router in its text decoder; routers elsewhere: {left_live}")
     depth = _depth(routers, modules, stack_name)
     return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
 
@@ -124,7 +126,7 @@ def find_routers(model: nn.Module) -> Found:
 def device_of(model: nn.Module) -> torch.device | None:
     """Return the device of the model's parameters.
 
-    None means that they are not there now: they are flat parameters of an outer module, or offloaded.
+    None means that the model has no parameters now: they are flat parameters of an outer module, or offloaded.
     """
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), None)
@@ -175,6 +177,7 @@ def _stack_of(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def not_decoder(path: str) -> str | None:
+    """Return why a module with this path is not part of the text decoder; None if it may be."""
     parts = path.lower().split(".")
     return next(
         (reason for word, reason in NOT_DECODER.items() if any(word in part for part in parts)),
@@ -196,8 +199,8 @@ def _decoder_stack(by_stack: dict[str, list[str]], model: str) -> tuple[str, lis
         candidates = decoders
     if len(candidates) != 1:
         raise ReplayError(
-            f"{model} holds {len(by_stack)} stacks with routers ({', '.join(map(repr, by_stack))}) and it is not clear "
-            "which one decodes text: give RouterReplay that submodule"
+            f"{model} has {len(by_stack)} stacks with routers ({', '.join(map(repr, by_stack))}), and it is not clear "
+            "which one decodes text: pass that submodule to RouterReplay"
         )
     for stack, names in by_stack.items():
         if stack != candidates[0]:
@@ -229,7 +232,7 @@ def _layer_of(name: str, stack_name: str) -> int:
     layer = next((int(part) for part in below.split(".") if part.isdigit()), None)
     if layer is None:
         raise ReplayError(
-            f"{name} is a router outside the layers of {stack_name or 'the model'}: its path holds no layer id"
+            f"the router {name} is outside the layers of {stack_name or 'the model'}: expected a layer id in its path"
         )
     return layer
 
@@ -250,7 +253,9 @@ def _number(name: str, module: nn.Module, attributes: tuple[str, ...], fields: t
             value = getattr(owner, attribute, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
-    raise ReplayError(f"{name} ({type(module).__name__}) does not say its {what}: looked for {', '.join(attributes)}")
+    raise ReplayError(
+        f"{name} ({type(module).__name__}) has no attribute for its {what}: expected one of {', '.join(attributes)}"
+    )
 
 
 def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
@@ -263,8 +268,8 @@ def _refuse_tied(model: nn.Module, routers: list[FoundRouter]) -> None:
     for router in routers:
         if len(layers[id(router.module)]) > 1:
             raise ReplayError(
-                f"layers {sorted(layers[id(router.module)])} share one router module ({router.name}): its calls cannot "
-                "be told apart, so their routes cannot be replayed"
+                f"layers {sorted(layers[id(router.module)])} share one router module ({router.name}): its calls do not "
+                "show which layer made them, so their routes cannot be replayed"
             )
 
 

@@ -197,17 +197,20 @@ _WHERE = {key: where for family in FAMILIES for key, where in family.where.items
 
 
 def by_folder(folder: str) -> Family:
-    """Return the family of a folder of transformers.models; UNKNOWN if it has no record, as in all lookups."""
+    """Return the family of a `folder` of transformers.models; UNKNOWN if it has no record."""
     return _BY_FOLDER.get(folder, UNKNOWN)
 
 
 def by_model_type(model_type: str | None) -> Family:
-    """Return the family whose text decoder has configs of this model type."""
+    """Return the family whose text decoder has configs of this `model_type`; UNKNOWN if there is none."""
     return _BY_MODEL_TYPE.get(model_type or "", UNKNOWN)
 
 
 def by_class(cls: type) -> Family:
-    """Return the family of a module's class or of its nearest known base class: FSDP2 and others make subclasses."""
+    """Return the family of `cls`, a module's class, or of its nearest known base class; UNKNOWN if there is none.
+
+    Base classes matter because FSDP2 and others make subclasses.
+    """
     found = (_BY_CLASS.get(base.__name__) or _BY_FOLDER.get(folder_of(base)) for base in cls.__mro__)
     return next((family for family in found if family is not None), UNKNOWN)
 
@@ -218,6 +221,6 @@ def where_router(class_name: str) -> Where:
 
 
 def folder_of(cls: type) -> str:
-    """Return the folder of transformers.models that defines a class; empty if it is defined elsewhere."""
+    """Return the folder of transformers.models that defines the class `cls`; empty if it is defined elsewhere."""
     before, _, folder = cls.__module__.partition("transformers.models.")
     return "" if before else folder.partition(".")[0]

@@ -21,15 +21,17 @@ from router_replay.families.types import NOT_TRIED, YES, Choice, Family
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    family: str
+    """One line of the table."""
+
+    family: str  # its folder in transformers.models
     router: str  # the class whose choice is replayed
-    choice: str
+    choice: str  # the name of its Choice in lower case
     replay: str  # "yes", "not tried", or why not; the next three fields likewise
     checkpointing: str
     compiles: str
     packing: str  # are packed sequences kept apart?
     aux_loss: str  # what the family's own load-balancing loss sees under replay
-    note: str
+    note: str  # of the family's record
 
 
 def rows() -> list[Row]:
@@ -56,7 +58,7 @@ def families_table() -> str:
 def _models() -> pathlib.Path:
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
-        raise ReplayError('transformers is not installed: pip install "router-replay[torch]"')
+        raise ReplayError('the table needs transformers, which is not installed: pip install "router-replay[torch]"')
     return pathlib.Path(spec.origin).parent / "models"
 
 

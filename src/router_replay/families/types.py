@@ -21,11 +21,11 @@ class Choice(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Locates the module that chooses, starting from the class that a family names as its router."""
+    """Locates the module that chooses experts, starting from the class that a family names as its router."""
 
     child: str = ""  # the chooser is this submodule
     parent: bool = False  # the chooser is the module that holds the named one
-    method: str = "forward"
+    method: str = "forward"  # the method of the chooser that makes the choice
     skip: bool = False  # the chooser is found by another class of the same family
 
 
@@ -37,7 +37,7 @@ class ConfigRules:
     depth: str | None = None  # the field that counts DECODER layers, if the usual one counts another stack
     extra_experts: str | None = None  # a field that counts additional classes the router chooses from
     skip_classes: int = 0  # classes beyond the experts that the router can choose
-    routers_per_layer: int = 1
+    routers_per_layer: int = 1  # the spec lists a layer once for each of them
     switch: str | None = None  # a boolean field; the model is dense if it is not set
     sparse_offset: int = 0  # decoder_sparse_step: layer i is routed if (i + 1 - offset) % step == 0
     nested: str | None = None  # the sub-config that holds the router's numbers
@@ -81,10 +81,10 @@ class Family:
     ordered: bool = False  # the order of the slots has a meaning: they are filled by different rules
     top_k: int | None = None  # fixed by the architecture
 
-    replay: str = NOT_TRIED
+    replay: str = NOT_TRIED  # YES, or why not
     packing: Packing | None = None  # None: not tried
     mixes_tokens: bool = False  # the router mixes the tokens of a batch: sequences run one at a time
     cache_of_the_encoder: bool = False  # the decoder's cache holds only the encoder's tokens
-    checkpointing: str = NOT_TRIED
+    checkpointing: str = NOT_TRIED  # activation checkpointing: YES, or a limitation
     compiles: str = NOT_TRIED  # torch.compile(fullgraph=True): YES, or why not
-    note: str = ""
+    note: str = ""  # for the column `note` of the table in docs/families.md

@@ -27,8 +27,8 @@ def inner_model(model: Any) -> Any:
     decoders = {path: held[path] for path in held if not not_decoder(path)} if len(held) > 1 else held
     if len(decoders) > 1:
         raise ReplayError(
-            f"{type(model).__name__} holds {len(decoders)} transformers models ({', '.join(decoders)}) and it is not "
-            "clear which one decodes text: give that one"
+            f"{type(model).__name__} holds {len(decoders)} transformers models ({', '.join(decoders)}), and it is not "
+            "clear which one decodes text: pass that one"
         )
     return next(iter(decoders.values()), model)
 

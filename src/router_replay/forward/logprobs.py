@@ -33,7 +33,8 @@ def logprobs(
 ) -> torch.Tensor:
     """Return the log-prob of `batch.labels[i]` at slot i, float32 [slots], and 0 where a slot has no label.
 
-    The result is differentiable. `model` may be wrapped (torch.compile, DDP, FSDP, PEFT). `temperature` divides the
+    The result is differentiable. `model` is a causal language model of transformers and may be wrapped (torch.compile,
+    DDP, FSDP, PEFT). `batch` is one bin, or one rank's part of it. `temperature` divides the
     logits. `vocabulary_piece` is the number of vocabulary entries whose logits exist at one time. `forward_arguments`
     are passed to the model's forward.
 
@@ -53,13 +54,13 @@ def logprobs(
         output = model(**inputs, use_cache=False, **forward_arguments)
     if not task.found:
         raise ReplayError(
-            f"{name} did not call its output matrix (get_output_embeddings()): log-probs need a causal language model"
+            f"{name} did not call its output matrix (get_output_embeddings()): expected a causal language model"
         )
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise ReplayError(
-            f"the forward of {type(model).__name__} gave a {type(output).__name__} without logits: give logprobs() the "
-            f"{name} in it"
+            f"the forward of {type(model).__name__} must return an object with logits, got a {type(output).__name__}: "
+            f"pass the {name} in it to logprobs()"
         )
     _check_rule(logits, rule, name)
     _refuse_labels(tensors.labels, task.vocabulary)
@@ -84,13 +85,13 @@ def logit_rule(config: Any) -> LogitRule:
 def _refuse_numbers(temperature: Any, vocabulary_piece: Any) -> None:
     if not _is_number(temperature, numbers.Real) or not math.isfinite(temperature) or temperature <= 0:
         raise ReplayError(
-            f"temperature must be a finite number above 0, got {temperature!r}: logits are divided by it (tokens that "
-            "were sampled greedily have the log-probs of temperature 1)"
+            f"temperature must be a finite number above 0, got {temperature!r}: logits are divided by it; for tokens "
+            "that were sampled greedily pass 1"
         )
     if not _is_number(vocabulary_piece, numbers.Integral) or vocabulary_piece < 1:
         raise ReplayError(
-            f"vocabulary_piece must be an integer from 1 on, got {vocabulary_piece!r}: it is how much of the "
-            "vocabulary has logits at one time"
+            f"vocabulary_piece must be an integer of 1 or more, got {vocabulary_piece!r}: it is the number of "
+            "vocabulary entries whose logits exist at one time"
         )
 
 
@@ -104,8 +105,8 @@ def _refuse_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
     if wrong_T.any():
         slot = int(wrong_T.nonzero()[0])
         raise ReplayError(
-            f"the label of slot {slot} is {int(labels_T[slot])}: the output matrix has {vocabulary} tokens, and a slot "
-            f"without a label has {NO_LABEL}"
+            f"the label of slot {slot} must be in [0, {vocabulary}), the tokens of the output matrix, or {NO_LABEL} "
+            f"for no label, got {int(labels_T[slot])}"
         )
 
 
@@ -114,7 +115,7 @@ def _check_rule(logits: torch.Tensor, rule: LogitRule, name: str) -> None:
     expected = rule.apply(got.new_tensor(PROBES))
     if not torch.allclose(got, expected, rtol=2e-2, atol=1e-3):
         raise ReplayError(
-            f"{name} changes its logits in a way that logprobs() does not know: it turned {PROBES} "
-            f"into {got.tolist()}, expected {expected.tolist()} from {rule}; "
+            f"{name} transforms its logits in a way that logprobs() does not know: for {PROBES} "
+            f"expected {expected.tolist()} by {rule}, got {got.tolist()}; "
             "compute log-probs from its own logits instead"
         )

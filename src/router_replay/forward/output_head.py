@@ -50,7 +50,7 @@ def head_gives_logprobs(model: Any, task: Task) -> Iterator[None]:
     matrices = [part for part in head.modules() if isinstance(part, nn.Linear) and _is_plain(part)]
     if not matrices:
         raise ReplayError(
-            f"the output matrix of {type(model).__name__} is a {type(head).__name__} and no nn.Linear: "
+            f"the output matrix of {type(model).__name__} must be a plain nn.Linear, got a {type(head).__name__}: "
             "compute log-probs from its own logits instead"
         )
     with _alone(head, type(model).__name__), contextlib.ExitStack() as stack:
@@ -62,7 +62,7 @@ def head_gives_logprobs(model: Any, task: Task) -> Iterator[None]:
 def _head_of(model: Any) -> nn.Module:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
-        raise ReplayError(f"{type(model).__name__} has no output matrix: log-probs need a causal language model")
+        raise ReplayError(f"{type(model).__name__} has no output matrix: expected a causal language model")
     return head
 
 
@@ -77,7 +77,9 @@ def _alone(head: nn.Module, name: str) -> Iterator[None]:
     thread = threading.get_ident()
     with _CHANGED:
         if _BUSY.get(head) == thread:
-            raise ReplayError(f"logprobs() was called on {name} inside a forward pass of its own on the same model")
+            raise ReplayError(
+                f"logprobs() was called on {name} inside another logprobs() on it: call them one after the other"
+            )
         _CHANGED.wait_for(lambda: head not in _BUSY)
         _BUSY[head] = thread
     try:
@@ -111,13 +113,15 @@ def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callab
             return plain(hidden)  # another thread uses the model in the ordinary way
         if task.found:
             raise ReplayError(
-                f"the output matrix ({head}) is made of several, as with a LoRA adapter on it, or is called twice: "
+                f"the output matrix ({head}) must be one matrix that is called once, got a second call, as with a "
+                "LoRA adapter on it: "
                 "merge the adapter, leave the output matrix out of its targets, or use the model's own logits"
             )
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
         if len(hidden_TH) != len(task.labels_T):
             raise ReplayError(
-                f"the output matrix got {len(hidden_TH)} tokens, the batch has {len(task.labels_T)} slots"
+                f"the output matrix must get one hidden state per slot of the batch: expected {len(task.labels_T)}, "
+                f"got {len(hidden_TH)}"
             )
         weight, bias = _whole(matrix.weight), _whole(matrix.bias)
         labels_T = task.labels_T.to(hidden.device)

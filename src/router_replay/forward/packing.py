@@ -41,7 +41,7 @@ def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: to
     if reason:
         raise ReplayError(
             f"{folder or type(inner_model(model)).__name__} does not keep packed sequences apart ({reason}): "
-            "give it one sequence at a time, pack([sample], max_tokens)"
+            "run one sequence at a time, pack([sample], max_tokens)"
         )
     packing = by_folder(folder).packing
     if packing is not None and packing.borders is Borders.FOUR_ROWS:
@@ -75,9 +75,9 @@ def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None
         for name in ("position_ids", "attention_mask"):
             if name in arguments and not _arrived(arguments[name], kwargs.get(name)):
                 raise ReplayError(
-                    f"{name} did not reach the decoder ({type(decoder).__name__}) as {type(model).__name__} was given "
-                    "it: packed sequences would see each other. Let the wrapper pass it on, or give it one sequence at "
-                    "a time, pack([sample], max_tokens)"
+                    f"{type(model).__name__} did not pass its {name} unchanged to the decoder "
+                    f"({type(decoder).__name__}): packed sequences would attend to each other. Make the wrapper pass "
+                    "it on, or run one sequence at a time, pack([sample], max_tokens)"
                 )
 
     hook = decoder.register_forward_pre_hook(look, with_kwargs=True)

@@ -41,9 +41,9 @@ class _Call:
 
 
 class Ulysses:
-    """Makes a model's attention sequence parallel over the process group `group`.
+    """Makes the attention of `model` sequence parallel over the process group `group` (default: all ranks).
 
-    Raises ReplayError for a model on which that would be silently wrong.
+    Raises ReplayError for a model on which that would be silently wrong, and if its heads do not divide over the ranks.
     """
 
     def __init__(self, model: Any, group: Any = None) -> None:
@@ -55,17 +55,20 @@ class Ulysses:
         reason = why_not_packed(model)
         if reason:
             raise ReplayError(
-                f"{type(inner).__name__} cannot be sequence parallel ({reason}): cutting the sequence would be "
-                "silently wrong"
+                f"{type(inner).__name__} cannot be sequence parallel ({reason}): with the sequence cut into pieces its "
+                "results would be wrong"
             )
         config = inner.config.get_text_config()
         if config.num_attention_heads % self.size:
-            raise ReplayError(f"{config.num_attention_heads} attention heads do not divide over {self.size} ranks")
+            raise ReplayError(
+                f"the number of attention heads must be a multiple of the {self.size} ranks, "
+                f"got {config.num_attention_heads}"
+            )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ReplayError(
-                f"layers of kind {sorted(kinds)} do not run the attention that is made sequence parallel; cutting the "
-                "sequence would be silently wrong"
+                f"layers of kind {sorted(kinds)} do not use the attention that Ulysses makes sequence parallel: with "
+                "the sequence cut into pieces their results would be wrong"
             )
         self._layers = config.num_hidden_layers
         AttentionInterface.register(NAME, ulysses_attention)
@@ -78,7 +81,7 @@ class Ulysses:
         """
         if isinstance(batch, Batch) and batch.num_bins != 1:
             raise ReplayError(
-                f"sequence parallel runs one bin at a time, this batch has {batch.num_bins}: use batch.bins()"
+                f"sequence parallelism needs a batch of one bin, got {batch.num_bins} bins: use batch.bins()"
             )
         return {"ulysses": _Call(self.group, batch.cu_seqlens.tolist())}
 
@@ -90,7 +93,8 @@ class Ulysses:
         calls = arguments["ulysses"].attention_calls
         if calls < self._layers:
             raise ReplayError(
-                f"{calls} of {self._layers} layers used the sequence-parallel attention; the rest saw a piece alone"
+                f"all {self._layers} layers must use the sequence-parallel attention, got {calls} calls of it: the "
+                "other layers attended to one piece of the sequence only"
             )
 
 
@@ -144,9 +148,12 @@ def ulysses_attention(
     Raises ReplayError without `ulysses`, or with a mask, a soft cap, dropout or more than one bin.
     """
     if ulysses is None:
-        raise ReplayError("this model's attention is sequence parallel: call it with **ulysses.arguments(batch)")
+        raise ReplayError("this model's attention is sequence parallel: call the model with **ulysses.arguments(batch)")
     if attention_mask is not None or softcap is not None or dropout or len(query) != 1:
-        raise ReplayError("sequence-parallel attention takes one packed bin, no mask, no soft cap and no dropout")
+        raise ReplayError(
+            "sequence-parallel attention takes one packed bin, no mask, no soft cap and no dropout, got "
+            f"{len(query)} bins, {'no' if attention_mask is None else 'a'} mask, softcap={softcap}, dropout={dropout}"
+        )
     ulysses.attention_calls += 1
     ranks, rank = dist.get_world_size(ulysses.group), dist.get_rank(ulysses.group)
     if key.shape[1] % ranks:  # fewer key heads than ranks: each rank needs its own copy

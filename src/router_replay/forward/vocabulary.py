@@ -20,6 +20,7 @@ class LogitRule:
     softcap: float | None = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits, in float32."""
         logits = logits.float() * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
@@ -42,6 +43,7 @@ class TokenLogprobs(torch.autograd.Function):
         temperature: float,
         piece: int,
     ) -> torch.Tensor:
+        """Return the log-prob of each label [T], float32; `piece` vocabulary entries have logits at one time."""
         tokens = len(hidden_TH)
         lse_T = hidden_TH.new_full((tokens,), -torch.inf, dtype=torch.float32)
         chosen_T = hidden_TH.new_zeros((tokens,), dtype=torch.float32)
@@ -56,6 +58,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias; each piece of the logits is computed again."""
         hidden_TH, weight_VH, bias_V, labels_T, lse_T = ctx.saved_tensors
         grad_T = grads[0].float()
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

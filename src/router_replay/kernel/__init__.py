@@ -25,7 +25,7 @@ __all__ += ["rank_bits", "simd_level", "sort_sets", "unranking_steps"]
 
 SHORT_HASH = 240  # XXH3 uses another algorithm up to this length; the compiled kernel has only the one for longer input
 WIDE_STEP = 16  # the cost of one step with a long integer, in table steps
-WIDE_BITS = 512  # the cost grows by one more WIDE_STEP for each of these many bits
+WIDE_BITS = 512  # the cost of a step grows by one WIDE_STEP for each WIDE_BITS bits of the rank
 
 
 def _load() -> Any:
@@ -91,7 +91,7 @@ def encode_sets(ids_NK: np.ndarray, num_experts: int, threads: int = 1) -> np.nd
 
     bad = _in_threads(encode, count, threads)
     if bad >= 0:
-        raise ValueError(f"set {bad}, experts {ids_NK[bad].tolist()}, repeats an expert or leaves [0, {num_experts})")
+        raise ValueError(f"set {bad}: expected different experts in [0, {num_experts}), got {ids_NK[bad].tolist()}")
     return out
 
 
@@ -101,7 +101,7 @@ def decode_sets(buffer: Any, count: int, k: int, num_experts: int, dtype: np.dty
     width = rank_bits(num_experts, k)
     if len(payload) != _packed_size(count, width):
         expected = _packed_size(count, width)
-        raise ValueError(f"{count} ranks of {width} bits take {expected} bytes, got {len(payload)}")
+        raise ValueError(f"expected {expected} bytes for {count} ranks of {width} bits, got {len(payload)}")
     if count * width % 8 and payload[-1] >> (count * width % 8):
         raise ValueError(f"the bits after the last of {count} ranks of {width} bits must be zero")
     ids_NK = np.empty((count, k), dtype)
@@ -111,7 +111,7 @@ def decode_sets(buffer: Any, count: int, k: int, num_experts: int, dtype: np.dty
 
     bad = _in_threads(decode, count, threads)
     if bad >= 0:
-        raise BadRank(bad, f"the rank of set {bad} is not below C({num_experts}, {k})")
+        raise BadRank(bad, f"the rank of set {bad} must be below C({num_experts}, {k}), got a larger one")
     return ids_NK
 
 

@@ -41,6 +41,7 @@ def least_rank_bits(num_experts: int, k: int) -> int:
 
 
 def first_bad_set(ids_NK: np.ndarray, num_experts: int) -> int:
+    """Return the index of the first set with an id out of range or a repeated id; -1 if all are good."""
     if not ids_NK.size:
         return -1
     ordered_NK = np.sort(ids_NK, axis=1)
@@ -64,6 +65,7 @@ def hash_and_check(data: memoryview, offset: int, k: int, num_experts: int, dtyp
 
 
 def sort_sets(ids: np.ndarray) -> np.ndarray:
+    """Sort each set in ascending order."""
     return np.sort(ids, axis=-1)
 
 

@@ -21,8 +21,9 @@ from router_replay.routes import Routes
 class RouteAgreement:
     """The shares of equal sets between two Routes; slot order is ignored, and only rows captured in both count.
 
-    `per_layer` [L] follows the spec's layers. `per_token` [T] is the share of layers that agree, NaN
-    for a row that was not compared. `rows` is the number of rows compared.
+    `rows` is the number of rows compared. `overall` is the share over all tokens and layers, `tokens_all_equal` the
+    share of tokens whose sets are equal in every layer. `per_layer` [L] follows the spec's layers. `per_token` [T] is
+    the share of layers that agree, NaN for a row that was not compared.
     """
 
     rows: int
@@ -33,15 +34,18 @@ class RouteAgreement:
 
 
 def route_agreement(a: Routes, b: Routes) -> RouteAgreement:
-    """Compare two Routes of the same spec and length, row by row."""
+    """Compare the routes `a` and `b` row by row. Both must have the same spec and length.
+
+    Raises MeasureError if they differ in these, or if no row is captured in both.
+    """
     if a.spec != b.spec:
-        raise MeasureError(f"routes of two models cannot be compared: {a.spec} and {b.spec}")
+        raise MeasureError(f"both routes must be of the same model, got {a.spec} and {b.spec}")
     if len(a) != len(b):
-        raise MeasureError(f"both routes must have one row per token: got {len(a)} and {len(b)} rows")
+        raise MeasureError(f"both routes must have the same number of rows, got {len(a)} and {len(b)}")
     compared = a.captured & b.captured
     rows = int(compared.sum())
     if not rows:
-        raise MeasureError(f"none of {len(a)} rows is captured on both sides: there is nothing to compare")
+        raise MeasureError(f"none of the {len(a)} rows is captured in both routes: there is nothing to compare")
     whole = rows == len(a)
     equal_TL = _equal_sets(a.ids if whole else a.ids[compared], b.ids if whole else b.ids[compared])
     per_token = np.full(len(a), np.nan)

@@ -19,9 +19,10 @@ from router_replay.errors import MeasureError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Statistics of the differences d = train - rollout over the masked tokens.
+    """Statistics of the differences d = train - rollout over the tokens that the mask selects.
 
-    The tokens are samples of the rollout policy, so k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) both
+    `tokens` is their number, `differences` [tokens] has every d. `abs_mean` and `abs_max` are the mean and the maximum
+    of |d|, in nats. The tokens are samples of the rollout policy, so k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) both
     estimate KL(rollout || train); k3 is never negative and varies less.
     """
 
@@ -35,30 +36,33 @@ class LogprobGap:
     def extreme(self, tau: float = 2.0) -> float:
         """Return the share of tokens whose probability ratio exceeds `tau` either way: F(tau) of the R3 paper."""
         if not (math.isfinite(tau) and tau >= 1):
-            raise MeasureError(f"tau is a ratio of probabilities, 1 or more, got {tau}")
+            raise MeasureError(f"tau must be a finite ratio of probabilities of 1 or more, got {tau}")
         return float(np.mean(np.abs(self.differences) > math.log(tau)))
 
 
 def logprob_gap(train_logprobs: Any, rollout_logprobs: Any, mask: Any = None) -> LogprobGap:
-    """Measure the gap over the tokens that `mask` selects, or over all tokens without a mask.
+    """Measure the gap between `train_logprobs` and `rollout_logprobs` over the tokens that `mask` selects.
 
-    The arguments are arrays, lists or torch tensors (on any device, in any float dtype) of the same shape.
+    Without a mask, all tokens count. The arguments are arrays, lists or torch tensors (on any device, in any float
+    dtype) of the same shape. Raises MeasureError for other shapes, for an empty mask, and for a log-prob inside the
+    mask that is not finite.
     """
     train = _floats(train_logprobs, "train_logprobs")
     rollout = _floats(rollout_logprobs, "rollout_logprobs")
     if train.shape != rollout.shape:
         raise MeasureError(
-            f"train_logprobs and rollout_logprobs must have one shape: {list(train.shape)} and {list(rollout.shape)}"
+            "train_logprobs and rollout_logprobs must have the same shape, "
+            f"got {list(train.shape)} and {list(rollout.shape)}"
         )
     selected = np.ones(train.shape, bool) if mask is None else _mask(mask, train.shape)
     if not selected.any():
-        raise MeasureError(f"the mask selects none of {train.size} tokens: there is no gap to measure")
+        raise MeasureError(f"mask must select at least one token, got none of {train.size}: there is no gap to measure")
     for name, values in (("train_logprobs", train), ("rollout_logprobs", rollout)):
         bad = selected & ~np.isfinite(values)
         if bad.any():
             place = tuple(np.argwhere(bad)[0].tolist())
             where = place[0] if len(place) == 1 else place
-            raise MeasureError(f"{name}[{where}] is {values[place]}, inside the mask; a log-prob must be finite")
+            raise MeasureError(f"{name}[{where}] must be finite, since it is inside the mask, got {values[place]}")
     differences = train[selected] - rollout[selected]
     absolute = np.abs(differences)
     with np.errstate(over="ignore"):  # a token with such a large gap makes k3 infinite, which is correct

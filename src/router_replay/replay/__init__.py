@@ -14,5 +14,9 @@ _MOVED = ("Ulysses", "logprobs")  # moved to router_replay.forward; the old impo
 def __getattr__(name: str) -> Any:
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} has moved: from router_replay.forward import {name}", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        f"{name} has moved to router_replay.forward: import it from there; the next release removes the old path",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return getattr(importlib.import_module("router_replay.forward"), name)

@@ -41,6 +41,7 @@ class Remembering:
         self.state = state
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Checkpoint `function`; its recompute will use the routes that are active now."""
         if torch.compiler.is_compiling():  # the compiler plans its own recompute, from the graph of this forward
             return self.inner(function, *args, **kwargs)
         return self.inner(CalledTwice(self.state, function), *args, **kwargs)
@@ -62,6 +63,7 @@ class CalledTwice:
         self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; from the second call on with the routes that were active when this object was made."""
         if not self.called:
             self.called = True
             return self.function(*args, **kwargs)
@@ -82,6 +84,7 @@ def remember(model: nn.Module, state: State) -> None:
 
 
 def forget(model: nn.Module, state: State) -> None:
+    """Undo `remember` for the checkpoint functions that belong to this state."""
     for module in model.modules():
         for attribute in ATTRIBUTES:
             function = module.__dict__.get(attribute)

@@ -26,6 +26,7 @@ class Opener:
 
     @classmethod
     def here(cls) -> Opener:
+        """Identify the calling code."""
         frames = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

@@ -32,6 +32,10 @@ class Watch(Wrapper):
         self.cache_of_the_encoder = by_class(type(stack)).cache_of_the_encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass with the checks before and after it; a recompute runs without them.
+
+        If the pass fails, its recorded rows are dropped.
+        """
         state = self.state
         if state.is_recompute():
             return self.original(*args, **kwargs)
@@ -56,7 +60,10 @@ class Watch(Wrapper):
         state = self.state
         if torch.compiler.is_compiling():
             if not state.opened_here():
-                raise ReplayError("another thread has a replay or record block open on this model")
+                raise ReplayError(
+                    "another thread has a replay or record block open on this model: close that block first, or give "
+                    "each thread its own model"
+                )
         else:
             state.refuse_elsewhere("run a forward pass")
         for site in self.sites:
@@ -99,19 +106,22 @@ class Watch(Wrapper):
             got = len(recording.pieces[site.column][-1])
             if got != rows:
                 raise ReplayError(
-                    f"layer {site.router.layer}: the router was given {got} of the {rows} tokens of this pass"
+                    f"layer {site.router.layer}: expected the router to get all {rows} tokens of this pass, got {got}; "
+                    "a recording needs a row for every token"
                 )
 
 
 def _check_rows(plan: Plan, rows: int, device: torch.device) -> None:
     if rows != len(plan):
         raise ReplayError(
-            f"the routes have {len(plan)} rows, this forward pass has {rows} tokens: rows and tokens are laid out "
-            "by the same code (pack, shard), padding included"
+            f"the routes have {len(plan)} rows, this forward pass has {rows} tokens: expected one row per token, "
+            "padding included. Use the tokens and the routes of the same batch (pack, shard)"
         )
     if device != plan.ids_TLK.device:
         if not plan.from_host:
-            raise ReplayError(f"the routes are on {plan.ids_TLK.device}, this forward pass runs on {device}")
+            raise ReplayError(
+                f"the routes are on {plan.ids_TLK.device}, this forward pass runs on {device}: move the routes there"
+            )
         plan.move(device)
 
 
@@ -121,8 +131,8 @@ def _check_cache(plan: Plan, cache: Any) -> None:
         return
     if not hasattr(cache, "get_seq_length"):
         raise ReplayError(
-            f"past_key_values is a {type(cache).__name__}, which does not say how many tokens it holds: replay without "
-            "a cache (use_cache=False)"
+            f"past_key_values must have get_seq_length(), got a {type(cache).__name__}: replay without a cache "
+            "(use_cache=False)"
         )
     held = cache.get_seq_length()
     held = held if isinstance(held, int) else int(held)

@@ -32,7 +32,10 @@ class Recorded:
         pieces = self._recording.pieces
         rows = [sum(len(piece) for piece in column) for column in pieces]
         if not all(rows) or len(set(rows)) != 1:
-            raise ReplayError(f"no complete forward pass ran in the record block: rows per routed layer are {rows}")
+            raise ReplayError(
+                "expected at least one complete forward pass in the record block, with equally many rows in every "
+                f"routed layer, got {rows}"
+            )
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in pieces]
         ids_TLK = torch.stack(columns, dim=1)
         captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
@@ -40,6 +43,7 @@ class Recorded:
 
     @property
     def routes(self) -> Routes:
+        """The routes as Routes, copied to the host and checked. Raises ReplayError as `tensors` does."""
         return Routes(self.tensors.ids.cpu().numpy(), self._recording.spec)
 
 
@@ -47,7 +51,8 @@ class HoldsRoutes(Protocol):
     """Describes a batch with routes. If it also has a `label_mask`, no row that bears loss may be missing."""
 
     @property
-    def routes(self) -> Rows | None: ...
+    def routes(self) -> Rows | None:
+        """One row per token of the batch, or None if it has no routes."""
 
 
 Replayable: TypeAlias = Routes | TensorRoutes | Recorded | HoldsRoutes
@@ -68,7 +73,8 @@ def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows,
             idle = source.labels == NO_LABEL
     if not isinstance(rows, Routes | TensorRoutes):
         raise ReplayError(
-            f"replay needs routes, got {type(rows).__name__}: without routes a pass is live, outside the block"
+            f"replay() needs routes or a batch with routes, got {type(rows).__name__}: for a live pass, call the model "
+            "outside the block"
         )
     return rows, loss_mask, idle
 
@@ -93,7 +99,7 @@ def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
     if idle is not None:
         idle_T = torch.as_tensor(idle, device=captured_T.device).bool()
         if idle_T.shape != live_T.shape:
-            raise ReplayError(f"idle has the shape {list(idle_T.shape)}, the routes have {len(live_T)} rows")
+            raise ReplayError(f"idle must have one entry per row: expected [{len(live_T)}], got {list(idle_T.shape)}")
         live_T &= ~idle_T
     replayed, live = captured_T.sum(), live_T.sum()
     return (int(replayed), int(live)) if isinstance(rows, Routes) else (replayed, live)
@@ -106,10 +112,10 @@ def refuse_missing(rows: Rows, loss_mask: Any) -> None:
     captured = rows.captured.cpu().numpy() if isinstance(rows, TensorRoutes) else rows.captured
     mask = loss_mask.cpu().numpy() if isinstance(loss_mask, torch.Tensor) else np.asarray(loss_mask)
     if mask.shape != captured.shape:
-        raise ReplayError(f"loss_mask has the shape {list(mask.shape)}, the routes have {len(captured)} rows")
+        raise ReplayError(f"loss_mask must have one entry per row: expected [{len(captured)}], got {list(mask.shape)}")
     missing = missing_rows(captured, mask)
     if len(missing):
         raise ReplayError(
             f"{len(missing)} rows that bear loss are missing, the first is row {missing[0]}: "
-            'their tokens would be routed live. Pass on_missing="live" to allow that'
+            'find out why the engine left them out, or pass on_missing="live" to route them live'
         )

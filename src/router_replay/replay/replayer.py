@@ -50,7 +50,7 @@ class RouterReplay:
         self._found = find_routers(model)
         self._spec = self._found.spec
         if spec is not None and spec != self._spec:
-            raise ReplayError(f"the model's routers are {self._spec}, the spec that was given is {spec}")
+            raise ReplayError(f"spec must equal that of the model's routers: expected {self._spec}, got {spec}")
         self._model = model
         self._agreement = agreement
         self._state = State()
@@ -66,6 +66,7 @@ class RouterReplay:
 
     @property
     def spec(self) -> RouterSpec:
+        """The RouterSpec of the model's routers."""
         return self._spec
 
     @property
@@ -165,10 +166,13 @@ class RouterReplay:
     def _refuse_unfit(self, rows: Rows, needed: Any) -> None:
         if rows.spec != self._spec:
             raise ReplayError(
-                f"these routes are of another model: {rows.spec}; the model's routers are {self._spec}"
-                " (a pipeline stage takes its share by select_layers)"
+                f"these routes are of another model: expected {self._spec}, got {rows.spec} "
+                "(for a pipeline stage, use select_layers)"
             )
         if needed is not None:
             refuse_missing(rows, needed)
         if not rows.any_captured:
-            raise ReplayError(f"none of the {len(rows)} rows is captured: this would be a live pass")
+            raise ReplayError(
+                f"none of the {len(rows)} rows is captured, so nothing would be replayed: for a live pass, call the "
+                "model outside the block"
+            )

@@ -87,7 +87,8 @@ class Selection(TorchFunctionMode):
         rows = math.prod(leading)
         if rows != ids_TK.shape[0]:
             raise ReplayError(
-                f"layer {self.router.layer}: the router was given {rows} tokens, the routes have {ids_TK.shape[0]} rows"
+                f"layer {self.router.layer}: the router got {rows} tokens, the routes have {ids_TK.shape[0]} rows: "
+                "expected one row per token"
             )
         ids = ids_TK.reshape(*leading, ids_TK.shape[-1])
         if self.live_T1 is None or live is None:

@@ -30,6 +30,7 @@ class Site(Wrapper):
         self.used = False  # True once the choice was replayed or recorded in the current pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the router with the active routes; without routes and recordings it runs unchanged."""
         plan, first_time = self.state.decide()
         if first_time and (plan is not None or self.state.recordings):
             return self._first_time(plan, args, kwargs)
@@ -54,7 +55,10 @@ class Site(Wrapper):
         """Run a recompute in backward with the same routes; it is neither recorded nor counted."""
         out, selection = self._run(plan, False, args, kwargs)
         if selection.chosen is None:
-            raise ReplayError(f"layer {self.router.layer} chose no experts in a recompute: routes were not used")
+            raise ReplayError(
+                f"the router of layer {self.router.layer} did not choose experts in the recompute of backward, so its "
+                "routes were not used: the recompute must run the same code as the forward pass"
+            )
         return out
 
     def _run(self, plan: Plan | None, compare: bool, args: Any, kwargs: Any) -> tuple[Any, Selection]:
@@ -81,6 +85,6 @@ class Site(Wrapper):
     def _refuse_second_call(self) -> None:
         if self.used and self.state.passing:
             raise ReplayError(
-                f"the router of layer {self.router.layer} was called twice in one forward pass, and there is one row "
-                "per token: replay and record support models that run each layer once"
+                f"the router of layer {self.router.layer} was called twice in one forward pass, but there is one row "
+                "per token: replay and record support only models that run each layer once"
             )

@@ -74,6 +74,7 @@ class Plan:
         return self.ids_TLK.shape[0]
 
     def move(self, device: torch.device) -> None:
+        """Move all tensors to `device`."""
         self.ids_TLK = self.ids_TLK.to(device)
         self.live_T1 = None if self.live_T1 is None else self.live_T1.to(device)
         self.agree_L = None if self.agree_L is None else self.agree_L.to(device)
@@ -102,6 +103,7 @@ class Recording:
         self.pieces: list[list[Tensor]] = [[] for _ in spec.layers]
 
     def add(self, column: int, chosen_TK: Tensor) -> None:
+        """Append the ids that the router of column `column` chose in one call."""
         self.pieces[column].append(chosen_TK.detach().to(self.dtype))
 
     def drop_after(self, lengths: list[int]) -> None:
@@ -153,8 +155,8 @@ class State:
             self._changed()
             if not innermost:
                 raise ReplayError(
-                    "replay and record blocks must close in the opposite order in which they opened; this one closed "
-                    "before a block that was opened inside it, so passes in between used the routes of the inner one"
+                    "replay and record blocks must close in the reverse order of their opening; this one closed before "
+                    "a block that was opened inside it, so passes in between used the routes of the inner one"
                 )
 
     def refuse_elsewhere(self, what: str) -> None:
@@ -216,15 +218,16 @@ class State:
     def detach(self) -> None:
         """Refuse all later blocks. Raises ReplayError if a block or a graph still needs the wrappers."""
         if self.blocks:
-            raise ReplayError("detach() inside a replay or record block: close the block first")
+            raise ReplayError("detach() was called inside a replay or record block: close the block first")
         if any(plan is not None for plan in self.used.values()):
             raise ReplayError(
-                "detach() before the backward pass of a checkpointed forward that was replayed: it would be recomputed "
-                "with live routes. Run the backward pass, or delete the loss and the outputs, first"
+                "detach() was called before the backward pass of a replayed forward with checkpoints, which would be "
+                "recomputed with live routes. First run the backward pass, or delete the loss and the outputs"
             )
         self.detached = True
 
     def refuse_detached(self) -> None:
+        """Raise ReplayError after `detach`."""
         if self.detached:
             raise ReplayError("this RouterReplay was detached from its model: make a new one")
 

@@ -14,7 +14,10 @@ from router_replay.replay.state import Plan
 class Stats:
     """Sums the counts of all forward passes under replay. Tuples have one entry per routed layer.
 
-    A pass in which a router did not use its column raises, so every layer replays the same number of rows.
+    `layers` are the ids of the routed layers, `passes` is the number of forward passes. `rows_replayed` counts the rows
+    whose recorded experts were used; it is the same in every layer, because a pass in which a router did not use its
+    column raises.
+
     `rows_live` counts the rows that were missing and routed live. If the replayer was given a batch, it knows the
     labels and does not count rows that predict nothing: padding, and the last token of each sequence, which no engine
     forwards. `agreement` is the share of replayed rows whose set of experts equals the choice of the live router; it
@@ -30,12 +33,12 @@ class Stats:
 
     @classmethod
     def live(cls, layers: tuple[int, ...], rows: int) -> Stats:
-        """Return the Stats of one pass without replay, in which all `rows` were routed live."""
+        """Return the Stats of one pass without replay, in which all `rows` were routed live in all `layers`."""
         return cls(layers, 1, (0,) * len(layers), (rows,) * len(layers), None)
 
     @classmethod
     def compared(cls, layers: tuple[int, ...], rows: int, agreement: Sequence[float]) -> Stats:
-        """Return the Stats of a comparison of `rows` rows that was made outside a pass."""
+        """Return the Stats of a comparison of `rows` rows outside a pass, with the `agreement` of each of `layers`."""
         nothing = (0,) * len(layers)
         return cls(layers, 0, nothing, nothing, tuple(agreement), rows)
 
@@ -50,6 +53,7 @@ class Stats:
 
     @classmethod
     def from_counts(cls, layers: tuple[int, ...], counts: Sequence[int]) -> Stats:
+        """Convert `counts`, the result of `counts()` or a sum of several, to the Stats of these `layers`."""
         passes, compared, *rest = counts
         width = len(layers)
         replayed, live, agreed = (tuple(rest[i * width : (i + 1) * width]) for i in range(3))
@@ -62,7 +66,10 @@ class Stats:
 
 
 class Counters:
-    """Sums the counts of plans. A sum may be a tensor that is not computed yet; only `read` waits for the device."""
+    """Sums the counts of plans for the routed `layers`.
+
+    A sum may be a tensor that is not computed yet; only `read` waits for the device.
+    """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -81,6 +88,7 @@ class Counters:
             self.sums, self.agree_L = _add(self.sums, self.agree_L, plan)
 
     def read(self) -> Stats:
+        """Return the sums so far, those of open blocks included. This waits for the device."""
         sums, agree_L = self.sums, self.agree_L
         for plan in self.open:
             sums, agree_L = _add(sums, agree_L, plan)

@@ -29,14 +29,17 @@ class Wrapper:
         self.previous: Any = None  # a callable that other code had set on the instance before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the method; a subclass implements this."""
         raise NotImplementedError
 
     def install(self) -> None:
+        """Replace the method. Raises ReplayError if it is already wrapped."""
         self.refuse_second()
         self.previous = self.module.__dict__.get(self.method)
         setattr(self.module, self.method, self)
 
     def uninstall(self) -> None:
+        """Restore the method as it was before `install`."""
         del self.module.__dict__[self.method]
         if self.previous is not None:
             setattr(self.module, self.method, self.previous)
@@ -44,14 +47,17 @@ class Wrapper:
     def refuse_second(self) -> None:
         """Raise ReplayError if the method is already wrapped: two replayers would override each other's routes."""
         if isinstance(self.module.__dict__.get(self.method), Wrapper):
-            raise ReplayError(f"{self.name} already belongs to a RouterReplay: use it, or call its detach() first")
+            raise ReplayError(
+                f"{self.name} already belongs to a RouterReplay: use that one, or call its detach() first"
+            )
 
     def refuse_covered(self) -> None:
         """Raise ReplayError if other code replaced this wrapper: removing it would also remove the replacement."""
         now = self.module.__dict__.get(self.method)
         if now is not self:
             raise ReplayError(
-                f"{self.name}.{self.method} was replaced after RouterReplay was made (now {now!r:.80}): undo that first"
+                f"{self.name}.{self.method} was replaced by {now!r:.80} after RouterReplay was made: restore it before "
+                "detach()"
             )
 
     def original(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Reduce long runs to few points: neighbouring steps become one bin with its least, mean and greatest value.
+"""Reduce long runs to few points: neighbouring steps become one bin with its smallest, mean and largest value.
 
-A page of 100,000 steps would be as large as the data and could not show more than its width in pixels. The least and
-the greatest value are kept, so that a single spike keeps its position and height.
+A page of 100,000 steps would be as large as the data and could not show more than its width in pixels. The smallest
+and the largest value are kept, so that a single spike keeps its position and height.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 
 MOST_STEPS = 1000
-"""Runs of up to so many steps are shown step by step."""
+"""Runs of up to this many steps are shown step by step."""
 BINS = 500
-"""About one for each pixel of a chart."""
+"""The approximate number of bins: about one for each pixel of a chart."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """Holds one step, or the steps of one bin. The values are None if none of them was finite."""
+    """Hold one step, or the steps of one bin. The values are None if none of them was finite.
+
+    `not_finite` is the number of steps whose value was not finite.
+    """
 
     step: int
     low: float | None
@@ -36,7 +39,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Divides steps into bins of `width`, beginning at `first`; all runs share one grid, so that their bins align."""
+    """Divide steps into bins of `width`, beginning at `first`; all runs share one grid, so that their bins align."""
 
     first: int
     width: int

@@ -18,14 +18,14 @@ COLOURS = 7
 WIDTH, HEIGHT = 440, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 32
 MOST_DOTS = 40
-"""Runs of up to so many steps get a dot at each."""
+"""Runs of up to this many steps get a dot at each step."""
 LABEL_GAP = 12
-"""The least distance of two numbers beside the vertical axis."""
+"""The minimum distance of two labels of the vertical axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Describes which metric is drawn, and how."""
+    """Describe which metric is drawn, and how: `log` asks for a logarithmic axis, `from_zero` for an axis with 0."""
 
     metric: str
     title: str
@@ -37,7 +37,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """Holds one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
+    """Hold one run's curve. Values that were not finite are marked at the top edge. `last` is the last value."""
 
     name: str
     points: Sequence[Point]
@@ -124,7 +124,7 @@ def _curve(series: Series, index: int, frame: _Frame) -> str:
 
 
 def _band(stretch: Sequence[tuple[int, float, float]], style: str, frame: _Frame) -> str:
-    """Draw the band from the least to the greatest value of each bin, which shows spikes of a single step."""
+    """Draw the band from the smallest to the largest value of each bin, which shows spikes of a single step."""
     edge = [frame.at(step, high) for step, _, high in stretch]
     edge += [frame.at(step, low) for step, low, _ in reversed(stretch)]
     return f'<path class="band {style}" d="M{_corners(edge)}Z"/>'

@@ -21,8 +21,8 @@ from router_replay.report.style import COLOUR_RULES, SCRIPT, STYLE
 EXPLANATION = (
     "In reinforcement learning, an engine samples tokens and the trainer then computes their probabilities again. "
     "In a mixture-of-experts model the two may send a token to different experts, and then the trainer learns from "
-    "probabilities that nobody sampled with. Replay makes the trainer use the engine's experts. This page shows how "
-    "far engine and trainer were apart, what the runs learned, and what they cost."
+    "probabilities with which no token was sampled. Replay makes the trainer use the engine's experts. This page shows "
+    "how far engine and trainer were apart, what the runs learned, and what they cost."
 )
 CHARTS = (
     Chart("reward", "Reward", "mean over the step's episodes", "plain"),
@@ -44,12 +44,14 @@ GROUP_ENDS = ("reward_last", "agreement_mean")
 def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequence[str] = ()) -> None:
     """Write the page to `out`, and the JSON file to the same path with the suffix .json.
 
-    `notes` are included in both, followed by the remarks on the comparison.
+    `runs` are compared in the order given; ratios are relative to the first one. `title` is the heading of the page.
+    `notes` are included in both files, followed by remarks on the comparison. Raise ConfigError if there are no runs,
+    or if `out` ends in .json.
     """
     if not runs:
-        raise ConfigError("a report needs one run or more, got none")
+        raise ConfigError("a report needs one run or more, got none: give the output folder of a run")
     if out.suffix == ".json":
-        raise ConfigError(f"the page cannot be called {out.name}: its JSON twin gets that name; call it .html")
+        raise ConfigError(f"the page cannot have the name {out.name}: the JSON file gets this name; use .html")
     rows = comparison(runs)
     grid = Grid.of([[line["step"] for line in run.steps] for run in runs])
     notes = [*notes, *remarks(rows), *([_binned(grid)] if grid else [])]
@@ -63,8 +65,8 @@ def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequ
 
 def _binned(grid: Grid) -> str:
     return (
-        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, the band goes from "
-        "the least to the greatest value. The table counts every step."
+        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, and the band goes from "
+        "the smallest to the largest value. The table counts every step."
     )
 
 

@@ -33,35 +33,36 @@ LONGEST_SETTING = 300  # maximum number of characters shown of a setting
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Names a run's folder; the table and the charts show the name."""
+    """Name the output `folder` of a run. The table and the charts show `name`."""
 
     name: str
     folder: pathlib.Path
 
     @functools.cached_property
     def steps(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl: the values of each step by name."""
         return read_metrics(self.folder)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """Return the settings that the run was started with; empty if it has no config.json."""
+        """Return the settings of the run; empty if it has no config.json."""
         path = self.folder / CONFIG_FILE
         if not path.exists():
             return {}
-        advice = "write it anew, or remove it to do without"
+        advice = "write it again, or remove it to make the report without settings"
         try:
             config = json.loads(path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_float_or_text)
         except (ValueError, RecursionError) as error:
             raise MeasureError(f"{path} is not JSON ({error}); {advice}") from error
         if not isinstance(config, dict) or _is_deeper(config, DEEPEST):
-            raise MeasureError(f"{path} must be an object of settings, at most {DEEPEST} levels deep; {advice}")
+            raise MeasureError(f"{path} must hold an object of settings, at most {DEEPEST} levels deep; {advice}")
         return config
 
     def column(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps that have the metric, and its values.
+        """Return the steps that have `metric`, and its values.
 
-        A value is NaN if it was not finite or too large, so that sums, differences and percentages of the others stay
-        finite.
+        A value is NaN if it was not finite or is beyond 1e290, so that sums, differences and percentages of the others
+        stay finite.
         """
         if metric not in self._columns:
             lines = [line for line in self.steps if metric in line]
@@ -75,7 +76,7 @@ class Run:
         return {}
 
     def values(self, metric: str) -> list[float]:
-        """Return the finite values of the metric."""
+        """Return the finite values of `metric`."""
         _, values = self.column(metric)
         return values[~np.isnan(values)].tolist()
 
@@ -90,9 +91,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Summarises one run. None means not recorded. `ratios` are relative to the first run's numbers.
+    """Hold the numbers of one run. None means that the run did not record the metric.
 
-    `not_finite` counts, per metric, the steps whose value was NaN, infinite or beyond 1e290; no mean includes them.
+    - `name` and `steps`: the run, and the number of its steps.
+    - `reward_first` and `reward_last`: the reward of the first step, and the mean over the last three.
+    - `k3_first` and `k3_mean`: the metric mismatch/k3 of the first step, and its mean.
+    - `extreme_mean` and `agreement_mean`: the means of mismatch/extreme_tau2 and of routes/agreement, from 0 to 1.
+    - `rows_replayed` and `rows_live`: sums over all steps and passes.
+    - `seconds_per_step`: the median.
+    - `ratios`: this run's numbers divided by those of the first run; None if the first one is 0 or not recorded.
+    - `not_finite`: the number of steps, by metric, whose value was NaN, infinite or beyond 1e290. No mean or sum
+      includes these steps.
     """
 
     name: str
@@ -112,7 +121,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Describes one line of the printed table: a field of Row and its label."""
+    """Describe one line of the printed table: a field of Row, its label and its meaning."""
 
     field: str
     label: str
@@ -153,7 +162,7 @@ def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def comparison(runs: Sequence[Run]) -> list[Row]:
-    """Return one row per run, in the order given."""
+    """Return one Row per run, in the order of `runs`. Ratios are relative to the first one."""
     rows = [_row(run) for run in runs]
     return [dataclasses.replace(row, ratios=_ratios(row, rows[0])) for row in rows]
 
@@ -210,12 +219,17 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.not_finite:
             counts = ", ".join(f"{name} in {count} of {row.steps}" for name, count in row.not_finite.items())
-            found.append(f"{row.name}: not a finite number below 1e290, and left out of the means: {counts} steps.")
+            found.append(
+                f"{row.name}: values that are not finite, or beyond 1e290, are left out of the means: {counts} steps."
+            )
     return found
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the settings that differ between runs, as (dotted name, one text per run)."""
+    """Return the settings that differ between runs, as (dotted name, one text per run).
+
+    The list is empty if a run has no settings.
+    """
     flat = [_flat(run.config) for run in runs]
     if not all(flat):
         return []
@@ -245,7 +259,7 @@ def cells(line: Line, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Return the table for a terminal: a line per number, a column per run, with ratios to the first run."""
+    """Return the table of `rows` for a terminal: a line per number, a column per run, with ratios to the first run."""
     table = [["", *(text for row in rows for text in (_printable(row.name), ""))]]
     table += [[line.label, *(text for cell in cells(line, rows) for text in cell)] for line in LINES]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

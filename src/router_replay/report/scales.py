@@ -9,20 +9,21 @@ from collections.abc import Callable, Sequence
 from router_replay.number_format import Kind, scientific
 
 TINY = 1e-290
-"""What is smaller has no place on an axis of its own: next to it, sums and ratios round to nothing."""
+"""Smaller values are treated as 0, because sums and ratios of them would underflow."""
 ZERO_BAND = 0.14
-"""The part of a logarithmic axis that is given to 0, where a value is 0."""
+"""The part of a logarithmic axis that is kept for the value 0, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Describes an axis: `place` returns 0 at the low end and 1 at the high end; `ticks` are (value, label)."""
+    """Describe an axis: `place` returns 0 at the low end and 1 at the high end; `ticks` are (value, label)."""
 
     place: Callable[[float], float]
     ticks: tuple[tuple[float, str], ...]
 
 
 def linear_scale(values: Sequence[float], kind: Kind, from_zero: bool = False, most_ticks: int = 5) -> Scale:
+    """Return a linear axis for `values` with round ends; `from_zero` includes 0. Equal values get a margin."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)

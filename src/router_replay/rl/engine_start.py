@@ -39,13 +39,16 @@ def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, ve
 
 
 def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
+    """Raise ConfigError if the engine has another model than the policy, or cannot return the routes that R3 needs."""
     can = engine.capabilities
     if engine.spec != spec:
-        raise ConfigError(f"the engine's model is {engine.spec}, the policy is {spec}")
+        raise ConfigError(
+            f"the engine has a model with {engine.spec}, but the policy has {spec}: start both with the same model"
+        )
     if config.replay == "r3" and not can.routes:
         raise ConfigError(
             f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
-            'replay = "r2" records them in the trainer instead'
+            'Set replay = "r2" to record them in the trainer instead'
         )
 
 
@@ -89,6 +92,8 @@ def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:
     name = config.engine.api_key_env
     key = os.environ.get(name) if name else None
     if name and not key:
-        raise ConfigError(f"engine.api_key_env = {name!r}: this environment variable is not set, or empty")
+        raise ConfigError(
+            f"engine.api_key_env = {name!r}: this environment variable is not set, or empty; set it to the server's key"
+        )
     vocabulary = vocabulary_of(json.loads((folder / "config.json").read_text()))
     return {"vocabulary": vocabulary, **config.engine.arguments, "api_key": key}

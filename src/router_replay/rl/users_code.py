@@ -20,8 +20,8 @@ from router_replay.errors import ConfigError, RouterReplayError
 def load(name: str, setting: str, what: Literal["function", "class"]) -> Any:
     """Import and return the object `name` ("module:function" or "module:Class").
 
-    The module is searched on the Python path, and last in the current folder. Raises ConfigError, which names the
-    `setting`, if it cannot be loaded.
+    The module is searched on the Python path, and last in the current folder. `what` is the expected kind of object.
+    Raise ConfigError, which names the `setting`, if it cannot be loaded.
     """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
@@ -36,15 +36,15 @@ def load(name: str, setting: str, what: Literal["function", "class"]) -> Any:
         raise
     except BaseException as error:  # includes sys.exit at the top of a script
         raise ConfigError(
-            f"{setting} = {name!r}: the module {module_name} does not import: {type(error).__name__}: "
-            f"{error}. It is looked for on PYTHONPATH and in {here}"
+            f"{setting} = {name!r}: the module {module_name} cannot be imported: {type(error).__name__}: "
+            f"{error}. It is searched on PYTHONPATH and in {here}"
         ) from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) if what == "class" else callable(found)):
-        has = f"is {found!r}" if hasattr(module, attribute) else "is not there"
+        has = f"is {found!r}" if hasattr(module, attribute) else "does not exist"
         file = getattr(module, "__file__", None)
         raise ConfigError(
-            f"{setting} = {name!r}: a {what} was expected; in {file or 'the built-in module'} it {has}"
+            f"{setting} = {name!r}: expected a {what}, but in {file or 'the built-in module'} it {has}"
             + _hidden(module_name, file, here)
         )
     return found
@@ -73,7 +73,7 @@ def guarded(
 
 def _import_hint(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and os.path.exists(f"{error.name.partition('.')[0]}.py"):
-        return ". Import modules of the current folder at the top of your module: later they are not found"
+        return ". Import modules of the current folder at the top of your module: it is not searched later"
     return ""
 
 
@@ -101,5 +101,5 @@ def _hidden(module_name: str, file: str | None, here: str) -> str:
     own = os.path.join(here, *module_name.split("."))
     for candidate in (f"{own}.py", os.path.join(own, "__init__.py")):
         if os.path.exists(candidate) and candidate != file:
-            return f". {candidate} was not taken, since an installed module has its name: rename it"
+            return f". {candidate} was not used, because an installed module has the same name: rename your file"
     return ""

@@ -18,6 +18,7 @@ class GrowingArray:
         return self._length
 
     def extend(self, *parts: np.ndarray) -> None:
+        """Copy the elements of all parts to the end, in order."""
         needed = self._length + sum(len(part) for part in parts)
         if needed > len(self._buffer):
             buffer = np.empty(max(needed, 2 * len(self._buffer)), self._buffer.dtype)
@@ -33,6 +34,7 @@ class GrowingArray:
 
     @property
     def view(self) -> np.ndarray:
+        """A read-only view of all elements; it does not grow with the array."""
         view = self._buffer[: self._length]
         view.flags.writeable = False
         return view

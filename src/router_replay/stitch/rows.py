@@ -10,7 +10,7 @@ from router_replay.spec import RouterSpec
 
 
 class RowStore:
-    """Stores the rows [0, len) of a trajectory, some of which may still be holes.
+    """Stores the rows [0, len) of a trajectory; a row that is not captured is a hole, which `fill` can fill later.
 
     New rows wait in `_pending` as the engine returned them. Reading moves them into one buffer: a row is
     copied once if the rows are read at the end, and on average at most once more (when the buffer
@@ -35,6 +35,7 @@ class RowStore:
         return self._captured_prefix
 
     def append(self, rows: Routes) -> None:
+        """Add rows at the end. They are not copied before the next read."""
         if len(rows):
             if self._captured_prefix == self._length:
                 self._captured_prefix += rows.first_missing

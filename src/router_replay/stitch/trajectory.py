@@ -32,26 +32,34 @@ class RequestLike(Protocol):
     """The attributes of a request that `add` uses; `engines.Request` has them."""
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def token_ids(self) -> Sequence[int]:
+        """The prompt."""
 
 
 class CompletionLike(Protocol):
     """The attributes of an answer that `add` uses; `engines.Completion` has them."""
 
     @property
-    def token_ids(self) -> np.ndarray: ...
+    def token_ids(self) -> np.ndarray:
+        """The sampled tokens."""
+
     @property
-    def logprobs(self) -> np.ndarray: ...
+    def logprobs(self) -> np.ndarray:
+        """The log-prob of each sampled token."""
+
     @property
-    def routes(self) -> Routes: ...
+    def routes(self) -> Routes:
+        """The rows from `start` on."""
+
     @property
-    def start(self) -> int: ...
+    def start(self) -> int:
+        """The position of the first row."""
 
 
 class Trajectory:
     """Holds the tokens of one rollout with their log-probs, loss mask and rows.
 
-    It grows by `add` or `append` and shrinks by `truncate`.
+    `spec` is the RouterSpec of the model. `add` and `append` add an engine response; `truncate` removes tokens.
     """
 
     def __init__(self, spec: RouterSpec) -> None:
@@ -64,9 +72,10 @@ class Trajectory:
     def add(
         self, request: RequestLike, completion: CompletionLike, *, allow_gap: bool = False, branch: bool = False
     ) -> Trajectory:
-        """Add an engine's answer to a request; returns the trajectory that took it, as `append` does.
+        """Add an engine's answer, `completion`, to a `request`; return the trajectory that took it, as `append` does.
 
-        An answer without tokens (aborted before the first one) adds the prompt only.
+        `allow_gap` and `branch` are as in `append`. An answer without tokens (aborted before the first one) adds the
+        prompt only.
         """
         routes = completion.routes if len(completion.token_ids) else None
         return self.append(
@@ -91,12 +100,15 @@ class Trajectory:
         allow_gap: bool = False,
         branch: bool = False,
     ) -> Trajectory:
-        """Add one engine response; returns the trajectory that took it.
+        """Add one engine response; return the trajectory that took it.
+
+        `prompt_ids` are all tokens of the request, those of earlier turns included; `completion_ids` are the sampled
+        tokens, and `logprobs` has the engine's log-prob of each of them.
 
         `routes` are the rows [start, prompt + completion - 1). They may be None if nothing was
         generated (an abort before the first token). Rows that are already known are kept, because the
         log-probs were sampled with them. `version` is the policy version of rows that do not carry
-        their own. `allow_gap` accepts a response whose rows leave a hole; the hole stays uncaptured.
+        their own. `allow_gap` accepts a response whose rows leave a gap; the rows of the gap stay uncaptured.
 
         The prompt must extend the tokens so far. If it does not, StitchError names the first
         difference; with `branch=True` the response goes to a new Trajectory that shares the rows of
@@ -107,7 +119,7 @@ class Trajectory:
         sampled_logprobs = _logprob_array(logprobs, len(completion))
         start, version = exact_int(start, "start", StitchError), exact_int(version, "version", StitchError)
         if not len(prompt):
-            raise StitchError("prompt_ids is empty: a response has at least one prompt token")
+            raise StitchError("prompt_ids must have at least one token, got none")
         same = self._common_prefix(prompt)
         target = self
         if same < len(self._tokens):
@@ -133,7 +145,9 @@ class Trajectory:
         """
         length = exact_int(length, "length", StitchError)
         if length > len(self):
-            raise StitchError(f"length must be between 0 and the {len(self)} tokens of the trajectory, got {length}")
+            raise StitchError(
+                f"length must be at most {len(self)}, the number of tokens of the trajectory, got {length}"
+            )
         for array in (self._tokens, self._logprobs, self._loss_mask):
             array.truncate(length)
         self._rows = self._rows.share(length)
@@ -142,11 +156,12 @@ class Trajectory:
 
     @property
     def token_ids(self) -> np.ndarray:
+        """All tokens so far, prompts and completions, int64 and read-only."""
         return self._tokens.view
 
     @property
     def logprobs(self) -> np.ndarray:
-        """The rollout engine's log-prob of each sampled token; 0.0 where loss_mask is False."""
+        """The rollout engine's log-prob of each sampled token, float32; 0.0 where loss_mask is False."""
         return self._logprobs.view
 
     @property
@@ -165,7 +180,7 @@ class Trajectory:
         return self._rows.first_missing
 
     def start_for(self, prompt_ids: ArrayLike) -> int:
-        """Return how many rows a response to this prompt may leave out: the known rows of the tokens it repeats.
+        """Return how many rows a response to `prompt_ids` may leave out: the known rows of the tokens that it repeats.
 
         The row of the last prompt token is always requested: engines return it in any case.
         """
@@ -187,12 +202,12 @@ class Trajectory:
         return int(differs.argmax()) if differs.any() else shared
 
     def _difference(self, prompt: np.ndarray, at: int) -> str:
-        advice = "history must not be re-tokenised or cut; pass branch=True to start a new branch there"
+        advice = "keep the earlier tokens (do not tokenise them again), or pass branch=True to start a new branch there"
         if at == len(prompt):
-            return f"the prompt ends at position {at}, but the trajectory has {len(self._tokens)} tokens: {advice}"
+            return f"the prompt ends at position {at}, but must extend the {len(self._tokens)} tokens so far: {advice}"
         return (
-            f"the prompt does not extend the trajectory: at position {at} of {len(self._tokens)} the trajectory "
-            f"has token {self.token_ids[at]}, the prompt {prompt[at]}: {advice}"
+            f"the prompt does not extend the trajectory: at position {at} of {len(self._tokens)} expected token "
+            f"{self.token_ids[at]}, got {prompt[at]}: {advice}"
         )
 
     def _branch(self, stop: int) -> Trajectory:
@@ -209,12 +224,14 @@ class Trajectory:
         if routes is None:
             if completion and not allow_gap:
                 raise StitchError(
-                    f"{completion} tokens came without routes: is capture switched on in the engine? "
-                    "allow_gap=True takes them and leaves their rows uncaptured"
+                    f"the response has {completion} sampled tokens but no routes: switch on capture in the engine, or "
+                    "pass allow_gap=True to leave their rows uncaptured"
                 )
             return None
         if not isinstance(routes, Routes):
-            raise StitchError(f"routes must be a Routes, got {type(routes).__name__}; see router_replay.wire.from_*")
+            raise StitchError(
+                f"routes must be a Routes, got {type(routes).__name__}; make one with Routes.from_engine or wire.from_*"
+            )
         if routes.spec != self.spec:
             raise StitchError(f"routes are of another model: expected {self.spec}, got {routes.spec}")
         end = row_count(prompt, completion)
@@ -225,16 +242,16 @@ class Trajectory:
                 f"expected {end - start} rows (prompt {prompt} + completion {completion} - 1 - start {start}), "
                 f"got {len(routes)}: "
                 + (
-                    "did the engine return all rows, although start says that some were left out?"
+                    "this is the number of all rows; if the engine left none out, pass start=0"
                     if len(routes) == end
-                    else "rows and tokens of this response do not belong together"
+                    else "the rows do not belong to the tokens of this response"
                 )
             )
         known = len(self._rows)
         if start > known and not allow_gap:
             raise StitchError(
-                f"rows [{known}, {start}) are missing: the response starts at row {start}, the trajectory knows "
-                f"{known}; ask the engine from next_start={self.next_start} on, or pass allow_gap=True"
+                f"rows [{known}, {start}) are missing: the response starts at row {start}, the trajectory has rows "
+                f"up to {known}; request rows from next_start={self.next_start} on, or pass allow_gap=True"
             )
         return routes
 

@@ -56,7 +56,8 @@ def encode(
     The codec `sets` writes the rank of each set in ceil(log2 C(E, k)) bits and decodes with sorted slots;
     `dense` writes the raw ids and decodes as a view. `start` is the position of row 0 in its sequence.
     `token_ids` are those of the whole sequence: their digest is stored in the blob, so that a reader that
-    has the tokens can verify that the rows belong to them. `threads` is used by `sets` only.
+    has the tokens can verify that the rows belong to them. `threads` is the number of threads; only `sets` uses it.
+    Raises WireError if `routes` cannot be written with this codec.
     """
     if codec not in envelope.CODECS:
         raise WireError(f"codec must be one of {', '.join(map(repr, envelope.CODECS))}, got {codec!r}")
@@ -84,10 +85,11 @@ def decode(
     max_bytes: int | None = None,
     check_rows: bool = True,
 ) -> Routes:
-    """Decode a blob (bytes, bytearray, memoryview or mmap); raises WireError with the reason if it is invalid.
+    """Decode a `blob` (bytes, bytearray, memoryview or mmap); raise WireError with the reason if it is invalid.
 
     `token_ids` are those of the whole sequence; if given, the blob must carry their digest. `spec` is the
-    model's, if the caller knows it. Every captured row is checked for range and repeated experts.
+    model's, if the caller knows it. Every captured row is checked for range and repeated experts. `threads` is the
+    number of threads; only a `sets` blob uses it.
 
     A `dense` blob decodes as a read-only view, which keeps the blob alive; a blob that other code can
     still write to, such as a bytearray, is copied first. A `sets` blob is unpacked into at most
@@ -120,7 +122,7 @@ def decode(
 
 
 def read_header(blob: Any) -> Header:
-    """Read the header of a blob without unpacking its rows. The checksum of the whole blob is verified."""
+    """Read the header of a `blob` without unpacking its rows. The checksum of the whole blob is verified."""
     view = envelope.as_bytes(blob)
     header = _parse(view)
     envelope.check_sum(view)
@@ -130,7 +132,10 @@ def read_header(blob: Any) -> Header:
 def _parse(view: memoryview) -> Header:
     header = envelope.parse(view)
     if header.codec == "sets" and header.spec.ordered:
-        raise WireError("codec 'sets' cannot hold routes whose slot order has a meaning (spec.ordered=True)")
+        raise WireError(
+            "codec: 'sets' does not keep the order of the slots, which has a meaning in this model "
+            "(spec.ordered=True); expected 'dense'"
+        )
     expected = (sets if header.codec == "sets" else dense).payload_length(header)
     if header.payload_length != expected:
         raise WireError(

@@ -16,10 +16,12 @@ from router_replay.wire.envelope import CHECKSUM_BYTES, Header, check_sum
 
 
 def payload_length(header: Header) -> int:
+    """Return the number of payload bytes for the rows of the header."""
     return header.rows * header.spec.row_bytes
 
 
 def encode(routes: Routes) -> np.ndarray:
+    """Return the payload: the ids of all rows as little-endian bytes, zeros in uncaptured rows."""
     ids_TLK = routes.ids
     if not routes.all_captured:
         ids_TLK = np.where(routes.captured[:, None, None], ids_TLK, ids_TLK.dtype.type(0))
@@ -53,7 +55,7 @@ def decode(view: memoryview, header: Header, check_rows: bool) -> np.ndarray:
             _refuse(ids_NK, header, bad if bad < 0 else first + bad)
         elif ids_NK[first:last].any():
             row = start + int(np.argmax(ids_TLK[start:end].any(axis=(1, 2))))
-            raise WireError(f"row {row} is not captured, so its ids must be zero")
+            raise WireError(f"row {row} is not captured, so its ids must be zero, got other values")
     return ids_TLK
 
 
@@ -64,6 +66,6 @@ def _refuse(ids_NK: np.ndarray, header: Header, bad: int) -> None:
     spec = header.spec
     row, column = divmod(bad, len(spec.layers))
     raise WireError(
-        f"row {row}, layer {spec.layers[column]}: experts {ids_NK[bad].tolist()} "
-        f"repeat one or are not all in [0, {spec.num_experts})"
+        f"row {row}, layer {spec.layers[column]}: expected {spec.top_k} different experts in "
+        f"[0, {spec.num_experts}), got {ids_NK[bad].tolist()}"
     )

@@ -2,7 +2,7 @@
 
     | fixed header, 64 bytes | runs, digest, layers, zeros to 16 | payload | XXH3-64 of all before |
 
-The reader trusts nothing: every length is checked against the bytes present before anything is
+The reader does not trust the header: every length is checked against the bytes present before anything is
 allocated, and each header has exactly one valid encoding. docs/wire_format.md is the normative text.
 """
 
@@ -41,7 +41,12 @@ _FIXED = struct.Struct("<8sHBBIIIIIQQQII")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """The description of a blob's rows. `start` is the position of row 0 in its sequence of tokens."""
+    """The description of a blob's rows.
+
+    `spec` is the RouterSpec of the model. `codec` is "dense" or "sets". `rows` is the number of rows, and `start` the
+    position of row 0 in its sequence of tokens. `captured` and `versions` are runs over the rows; `versions` is None
+    if the blob has none. `token_digest` is the XXH3-128 of the token ids, or None. `payload_length` is in bytes.
+    """
 
     spec: RouterSpec
     codec: str
@@ -54,14 +59,17 @@ class Header:
 
     @property
     def has_token_digest(self) -> bool:
+        """Whether the blob has the digest of its tokens."""
         return self.token_digest is not None
 
     @property
     def captured_rows(self) -> int:
+        """The number of captured rows."""
         return sum(end - start for start, end in self.captured.spans(True))
 
     @property
     def payload_offset(self) -> int:
+        """The position of the payload's first byte in the blob, a multiple of 16."""
         versions = 0 if self.versions is None else len(self.versions.ends)
         return _header_length(len(self.captured.ends), versions, self.has_token_digest, len(self.spec.layers))
 
@@ -72,11 +80,11 @@ def as_bytes(blob: Any) -> memoryview:
         view = memoryview(blob)
     except TypeError:
         raise WireError(
-            f"a blob is bytes, bytearray, memoryview or mmap, got {type(blob).__name__}; "
-            "text of another project goes to its own reader, such as wire.from_vllm"
+            f"a blob must be bytes, bytearray, memoryview or mmap, got {type(blob).__name__}; "
+            "for text of another project use its reader, such as wire.from_vllm"
         ) from None
     if not view.contiguous:
-        raise WireError("a blob must lie in one piece, got a memoryview with gaps; pass bytes(view)")
+        raise WireError("a blob must be contiguous in memory, got a memoryview with gaps; pass bytes(view)")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
@@ -96,7 +104,9 @@ def _write(header: Header) -> bytes:
     if max(header.rows, header.start) > MAX_ROWS:
         raise WireError(f"rows and start must not exceed 2**40, got {header.rows} and {header.start}")
     if max(spec.layers[-1], spec.num_layers or 0) >= 1 << 32:
-        raise WireError(f"layer ids must be below 2**32, got {spec.layers[-1]} of {spec.num_layers}")
+        raise WireError(
+            f"layer ids and num_layers must be below 2**32, got layer {spec.layers[-1]}, num_layers={spec.num_layers}"
+        )
     flags = (ORDERED if spec.ordered else 0) | (HAS_VERSIONS if versions is not None else 0)
     flags |= HAS_DIGEST if header.has_token_digest else 0
     flags |= FIRST_ROW_CAPTURED if header.rows and captured.values[0] else 0
@@ -140,9 +150,9 @@ def _header_length(captured_runs: int, version_runs: int, digest: bool, layers: 
 def parse(view: memoryview) -> Header:
     """Parse the header and check that it is canonical and that the lengths add up. Does not verify the checksum."""
     if view[: len(MAGIC)] != MAGIC:
-        raise WireError(f"magic: these are not routes of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
+        raise WireError(f"magic: this is not a blob of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
     if len(view) < _FIXED.size + CHECKSUM_BYTES:
-        raise WireError(f"truncated: a blob has {_FIXED.size + CHECKSUM_BYTES} bytes or more, got {len(view)}")
+        raise WireError(f"truncated: expected {_FIXED.size + CHECKSUM_BYTES} bytes or more, got {len(view)}")
     (
         (_, version, codec, flags, length, experts, top_k, num_layers, layer_count),
         (rows, start, payload_length, captured_count, version_count),
@@ -157,18 +167,18 @@ def parse(view: memoryview) -> Header:
         raise WireError(f"rows and start must not exceed 2**40, got {rows} and {start}")
     expected = _header_length(captured_count, version_count, bool(flags & HAS_DIGEST), layer_count)
     if length != expected:
-        raise WireError(f"header length: its counts add up to {expected} bytes, got {length}")
+        raise WireError(f"header length: expected {expected} bytes from the counts in the header, got {length}")
     if length + payload_length + CHECKSUM_BYTES != len(view):
         raise WireError(
-            f"length: the header tells of {length + payload_length + CHECKSUM_BYTES} bytes, got {len(view)}: "
-            "the blob was truncated, or something was appended"
+            f"length: expected {length + payload_length + CHECKSUM_BYTES} bytes from the header, got {len(view)}: "
+            "the blob was truncated, or bytes were appended to it"
         )
     captured_end = _FIXED.size + 8 * captured_count
     versions_end = captured_end + 16 * version_count
     digest_end = versions_end + (DIGEST_BYTES if flags & HAS_DIGEST else 0)
     layers_end = digest_end + 4 * layer_count
     if any(view[layers_end:length]):
-        raise WireError("header padding must be zero")
+        raise WireError("header padding: expected zeros, got other bytes")
     layers = bytes(view[digest_end:layers_end])
     read_spec = _spec if layer_count <= 1024 else _spec.__wrapped__  # keep large specs out of the cache
     return Header(
@@ -196,31 +206,31 @@ def _captured(field: memoryview, first: bool, rows: int) -> Runs:
     """Read the alternating runs of captured and uncaptured rows; `first` is the value of the first run."""
     ends = _ends(np.frombuffer(field, "<u8"), rows, "captured runs")
     if first and not rows:
-        raise WireError("flags: there is no row 0 that could be captured")
+        raise WireError("flags: the first row is marked as captured, but the blob has no rows")
     return Runs([(number % 2 == 0) == first for number in range(len(ends))], ends)
 
 
 def _versions(field: memoryview, present: bool, rows: int) -> Runs | None:
     if not present:
         if len(field):
-            raise WireError("version runs: there are some, but the flag says that there are none")
+            raise WireError(f"version runs: expected none, since the flag for them is 0, got {len(field) // 16}")
         return None
     pairs = np.frombuffer(field, "<u8").reshape(-1, 2)
     ends, values = _ends(pairs[:, 1], rows, "version runs"), pairs[:, 0]
     if len(values) and int(values.max()) >= 1 << 63:
         raise WireError(f"version runs: a policy version must be below 2**63, got {values.max()}")
     if (values[1:] == values[:-1]).any():
-        raise WireError("version runs: neighbouring runs must differ in their version")
+        raise WireError("version runs: two neighbouring runs have the same version; expected them as one run")
     return Runs(values.tolist(), ends)
 
 
 def _ends(lengths: np.ndarray, rows: int, name: str) -> list[int]:
     if len(lengths) and (int(lengths.min()) < 1 or int(lengths.max()) > rows):
-        raise WireError(f"{name}: a run has 1 to {rows} rows, got {lengths.min()} to {lengths.max()}")
+        raise WireError(f"{name}: a run must have 1 to {rows} rows, got {lengths.min()} to {lengths.max()}")
     ends = list(itertools.accumulate(lengths.tolist()))
     total = ends[-1] if ends else 0
     if total != rows:
-        raise WireError(f"{name}: they must add up to the {rows} rows, got {total}")
+        raise WireError(f"{name}: expected {rows} rows in all runs together, got {total}")
     return ends
 
 
@@ -234,25 +244,28 @@ def check_sum(view: memoryview, computed: int | None = None) -> None:
     stored = int.from_bytes(view[-CHECKSUM_BYTES:], "little")
     if computed != stored:
         raise WireError(
-            f"checksum: the bytes were damaged on the way: expected {stored:#018x}, they hash to {computed:#018x}"
+            f"checksum: the blob was damaged or changed: expected {stored:#018x}, got {computed:#018x}; send it again"
         )
 
 
 def digest_of(token_ids: Sequence[int] | Any, end: int) -> bytes:
-    """Return the XXH3-128 of the token ids as little-endian int64; raises if rows up to `end` lack a token."""
+    """Return the XXH3-128 of the token ids as little-endian int64; raise WireError if there are fewer than `end`."""
     tokens = int64_array(token_ids, "token_ids", WireError)
     if end > len(tokens):
-        raise WireError(f"token_ids: the rows end at position {end}, but there are {len(tokens)} tokens only")
+        raise WireError(
+            f"token_ids: expected the whole sequence, {end} tokens or more since the rows end at position {end}, "
+            f"got {len(tokens)}"
+        )
     return xxhash.xxh3_128_intdigest(tokens.astype("<i8").tobytes()).to_bytes(DIGEST_BYTES, "little")
 
 
 def check_digest(header: Header, token_ids: Sequence[int] | Any) -> None:
     """Raise WireError unless the rows belong to these tokens."""
     if header.token_digest is None:
-        raise WireError("token_ids were given, but the blob has no token digest: encode it with token_ids=")
+        raise WireError("token_ids were given, but the blob has no token digest: pass token_ids= to encode as well")
     digest = digest_of(token_ids, header.start + header.rows)
     if digest != header.token_digest:
         raise WireError(
-            f"token digest: these routes belong to other tokens: the blob says {header.token_digest.hex()}, "
-            f"the {len(token_ids)} tokens given have {digest.hex()}"
+            f"token digest: these routes belong to other tokens: expected {header.token_digest.hex()}, "
+            f"got {digest.hex()} for the {len(token_ids)} given tokens"
         )

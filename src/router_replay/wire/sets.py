@@ -17,10 +17,11 @@ from router_replay.wire.envelope import CHECKSUM_BYTES, Header
 
 
 def payload_length(header: Header) -> int:
+    """Return the number of payload bytes for these rows; raise WireError if the header's field is far too small."""
     spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
     if not sets:
         return 0
-    # C(E, k) of a hostile header can have 65536 bits: it is computed only if the blob is long enough for it.
+    # C(E, k) of a hostile header can have 65536 bits, so it is computed only if the payload is long enough for it.
     least = sets * kernel.least_rank_bits(spec.num_experts, spec.top_k) // 8
     if least > header.payload_length:
         raise WireError(
@@ -37,15 +38,17 @@ def refuse_slow(header: Header, most_steps: int) -> None:
     if steps > most_steps:
         raise WireError(
             f"unpacking {sets} sets of {spec.top_k} of {spec.num_experts} experts takes about {steps:,} steps, more "
-            f"than the {most_steps:,} that a blob of this size may cost; if that is your model, pass decode(..., spec=)"
+            f"than the limit of {most_steps:,} for a blob of this size; if these are your model's numbers, pass "
+            "decode(..., spec=)"
         )
 
 
 def encode(routes: Routes, threads: int) -> np.ndarray:
+    """Return the payload: the ranks of the captured sets. Raises WireError if the order of the slots has a meaning."""
     spec = routes.spec
     if spec.ordered:
         raise WireError(
-            "codec 'sets' sorts the slots of a row, but this model gives their order a meaning "
+            "codec 'sets' does not keep the order of the slots, which has a meaning in this model "
             "(spec.ordered=True): use codec='dense'"
         )
     ids_TLK = routes.ids if routes.all_captured else routes.ids[routes.captured]
@@ -53,11 +56,15 @@ def encode(routes: Routes, threads: int) -> np.ndarray:
 
 
 def decode(view: memoryview, header: Header, threads: int, max_bytes: int) -> np.ndarray:
+    """Return the ids [T, L, K]; uncaptured rows are zero.
+
+    Raises WireError if the ids would take more than `max_bytes`, or if a rank encodes no set.
+    """
     spec, rows = header.spec, header.rows
     if rows * spec.row_bytes > max_bytes:
         raise WireError(
-            f"{len(view)} bytes would unpack to {rows} rows of {spec.row_bytes} bytes, more than the limit of "
-            f"{max_bytes}; if you trust the sender, pass decode(..., max_bytes={rows * spec.row_bytes})"
+            f"a blob of {len(view)} bytes would unpack to {rows} rows of {spec.row_bytes} bytes, more than the limit "
+            f"of {max_bytes} bytes; if you trust the sender, pass decode(..., max_bytes={rows * spec.row_bytes})"
         )
     known = header.captured_rows
     payload = view[header.payload_offset : -CHECKSUM_BYTES]

@@ -109,7 +109,7 @@ def test_rows_tokens_and_versions(engine: SglangEngine, stub: Stub) -> None:
         (Reply(b"<html>busy</html>"), "not the expected JSON"),
         (Reply({"output_ids": [1]}), "meta_info"),
         (answer(routed_experts=None), "without meta_info.routed_experts"),
-        (answer(routed_experts="AAAA"), "not whole rows"),
+        (answer(routed_experts="AAAA"), "expected whole rows"),
         (answer(routed_experts="?!"), "base64"),
         (answer(routes=random_routes(5, SPEC)), "expected 6 rows"),
         (answer(routed_experts=wire.to_sglang(random_routes(7, SPEC))), "expected 6 rows"),

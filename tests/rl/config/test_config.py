@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -115,7 +119,7 @@ def test_what_was_expected_and_what_came(setting: str, line: str) -> None:
         ("lr=1", "lr: unknown; did you mean optimizer.lr?"),
         ("max_tokens=1", "max_tokens: unknown; did you mean rollout.max_tokens or trainer.max_tokens?"),
         ("trainer.replay=off", "trainer.replay: unknown; did you mean replay or reference.replay?"),
-        ("checkpoint.xyz=1", "checkpoint.xyz: unknown; there are every, keep"),
+        ("checkpoint.xyz=1", "checkpoint.xyz: unknown; the known names are every, keep"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(setting: str, line: str) -> None:
@@ -140,7 +144,7 @@ def test_a_syntax_error_has_its_file_and_line(tmp_path: pathlib.Path, text: str,
 
 def test_a_file_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
     absent = tmp_path / "absent.toml"
-    assert problems_of(absent, []) == [f"{absent}: there is no such file"]
+    assert problems_of(absent, []) == [f"{absent}: this file does not exist"]
     assert problems_of(tmp_path, []) == [f"{tmp_path}: cannot be read: Is a directory"]
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b'output = "\xe9"')
@@ -263,7 +267,7 @@ def changed(settings: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("settings", "world_size", "parts"),
     [
-        ("model.use_kernels=true", 1, ["model.use_kernels", "never calls it"]),
+        ("model.use_kernels=true", 1, ["model.use_kernels", "never calls the router module"]),
         ("replay=r2; model.use_kernels=true", 1, ["model.use_kernels"]),
         ("engine.arguments.kv_offloading_size=4", 1, ["engine.arguments.kv_offloading_size=4", "another slot", '"r2"']),
         (
@@ -297,7 +301,7 @@ def test_refused_with_the_reason_and_the_way_out(settings: str, world_size: int,
     with pytest.raises(ConfigError) as info:
         check_config(changed(settings), world_size)
     [head, line] = str(info.value).splitlines()
-    assert head == "settings that cannot work: 1 problem"
+    assert head == "these settings cannot work: 1 problem"
     for part in parts:
         assert part in line
 
@@ -368,11 +372,40 @@ def test_normalize_set_in_code_counts_as_set() -> None:
         check_config(config, 1)
 
 
-def test_the_documentation_has_every_setting_with_its_default() -> None:
+def rows_of_the_documentation() -> list[tuple[str, str, str]]:
+    """The name, the default and the explanation of each setting, as docs/training.md has them."""
     page = (pathlib.Path(__file__).parents[3] / "docs" / "training.md").read_text()
     section = page.partition("## Settings\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    documented = [(name.strip("| `"), default.strip("`")) for name, default, _ in rows]
+    return [(name.strip("| `"), default.strip("`"), text.removesuffix(" |")) for name, default, text in rows]
+
+
+def explanations(block: type[Block], prefix: str = "") -> dict[str, str]:
+    """The text below each setting of a block, and of the blocks in it; empty where there is none."""
+    [body] = [node.body for node in ast.parse(inspect.getsource(block)).body if isinstance(node, ast.ClassDef)]
+    below = {}
+    for node, after in itertools.zip_longest(body, body[1:]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            written = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            below[node.target.id] = " ".join(after.value.value.split()) if written else ""
+    found = {}
+    for name, field in block.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+            found |= explanations(field.annotation, f"{name}.")
+        else:
+            found[prefix + name] = below[name]
+    return found
+
+
+def test_the_documentation_explains_every_setting_in_the_words_of_its_block() -> None:
+    """The block is the home of the text. The page has it too, with links."""
+    shown = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, _, text in rows_of_the_documentation()}
+    assert shown == explanations(TrainConfig)
+    assert all(shown.values())
+
+
+def test_the_documentation_has_every_setting_with_its_default() -> None:
+    documented = [(name, default) for name, default, _ in rows_of_the_documentation()]
     printed, block = [], ""
     for line in to_toml(TrainConfig()).splitlines():
         if line.startswith("["):

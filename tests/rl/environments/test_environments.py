@@ -240,7 +240,7 @@ def test_jsonl_prompts_and_rewards(tmp_path: pathlib.Path, grading: str) -> None
     assert turn.reward == 1.0
     seen = importlib.import_module(grading).seen
     assert seen == [("12+34=", "46", "46"), ("12+34=", "47", "46"), (messages, "3", "3")]
-    with pytest.raises(TrainError, match="problem 2 was asked for, and the file has 0 to 1"):
+    with pytest.raises(TrainError, match="expected a problem number from 0 to 1, got 2"):
         environment.reset(2)
 
 
@@ -249,8 +249,8 @@ def test_jsonl_prompts_and_rewards(tmp_path: pathlib.Path, grading: str) -> None
     [
         (b"{", "line 2: not JSON"),
         (b"\xff", "line 2: not JSON"),
-        (b"[1]", r"line 2: an object .* was expected, got \[1\]"),
-        (b'{"prompt": "1"}', r'line 2: the field "answer" is missing; there are \[\'prompt\'\]'),
+        (b"[1]", r"line 2: expected an object .*, got \[1\]"),
+        (b'{"prompt": "1"}', r'line 2: the field "answer" is missing; this object has \[\'prompt\'\]'),
         (b'{"answer": "1"}', 'line 2: the field "prompt" is missing'),
         (b'{"prompt": "", "answer": 1}', "line 2: the prompt has no tokens"),
         (b'{"prompt": 5, "answer": 1}', 'line 2: "prompt" must be text or a list of chat messages, got 5'),
@@ -280,8 +280,8 @@ def test_files_that_cannot_be_used(tmp_path: pathlib.Path, grading: str) -> None
     [
         ("", 'must be "module:function"'),
         ("{}", 'must be "module:function"'),
-        ("absent_module:f", "does not import: ModuleNotFoundError"),
-        ("{}:absent", "is not there"),
+        ("absent_module:f", "cannot be imported: ModuleNotFoundError"),
+        ("{}:absent", "does not exist"),
         ("{}:not_a_function", "it is 3"),
     ],
 )
@@ -306,7 +306,9 @@ def test_what_is_not_a_finite_number_is_a_reward_error(tmp_path: pathlib.Path, g
     environment.reset(0)
     assert environment.step(tokens("2")).reward == 0.0
     environment.reset(1)
-    with pytest.raises(RewardError, match=f"problem 1: the reward function {grading}:value must give a finite number"):
+    with pytest.raises(
+        RewardError, match=f"problem 1: the reward function {grading}:value must return a finite number"
+    ):
         environment.step(tokens("3"))
 
 
@@ -361,13 +363,15 @@ def test_a_package_of_the_current_folder_has_reward_functions(standing: pathlib.
 
 def test_a_file_that_an_installed_module_hides_is_named(standing: pathlib.Path) -> None:
     (standing / "json.py").write_text("def exact(*_):\n    return 1.0\n")
-    with pytest.raises(ConfigError, match=r"json\.py was not taken, since an installed module has its name: rename it"):
+    with pytest.raises(
+        ConfigError, match=r"json\.py was not used, because an installed module has the same name: rename your file"
+    ):
         jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="json:exact")
 
 
 def test_a_module_that_exits_when_it_is_imported_is_a_config_error(standing: pathlib.Path) -> None:
     (standing / "my_script.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ConfigError, match="the module my_script does not import: SystemExit: 0"):
+    with pytest.raises(ConfigError, match="the module my_script cannot be imported: SystemExit: 0"):
         jsonl(standing, {"prompt": "1+1=", "answer": "2"}, reward="my_script:exact")
 
 
@@ -409,9 +413,10 @@ def test_only_the_first_of_many_prompts_that_do_not_fit_are_listed(tmp_path: pat
 def test_an_episode_that_no_pass_of_the_trainer_can_take_is_refused(tmp_path: pathlib.Path, grading: str) -> None:
     task = jsonl(tmp_path, {"prompt": "1" * 10, "answer": ""}, reward=f"{grading}:exact")
     assert check_prompt_lengths(task, limits("trainer.max_tokens=16")) == []
-    with pytest.raises(ConfigError, match=r"line 1: the prompt of 10 tokens and its answer can have 16 together"):
+    too_long = "line 1: the prompt of 10 tokens and its answer can have 16 tokens together, but one pass"
+    with pytest.raises(ConfigError, match=too_long):
         check_prompt_lengths(task, limits("trainer.max_tokens=15"))
-    with pytest.raises(ConfigError, match=r"one pass of the trainer takes 16"):  # padded to a multiple of 3
+    with pytest.raises(ConfigError, match=r"18 .*trainer\.ulysses = 3.*one pass of the trainer takes 16"):
         check_prompt_lengths(task, limits("trainer.ulysses=3"))
 
 

@@ -84,9 +84,9 @@ def test_a_class_of_the_current_folder_is_made_with_its_arguments(games: str) ->
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("absent_module:Game", {}, "environment.kind = .*does not import: ModuleNotFoundError"),
-        ("my_games:Absent", {}, "a class was expected; in .*my_games.py it is not there"),
-        ("my_games:not_a_class", {}, "a class was expected; in .* it is 3"),
+        ("absent_module:Game", {}, "environment.kind = .*cannot be imported: ModuleNotFoundError"),
+        ("my_games:Absent", {}, "expected a class, but in .*my_games.py it does not exist"),
+        ("my_games:not_a_class", {}, "expected a class, but in .* it is 3"),
         ("my_games:Game", {"sise": 2}, r"Game\(tokenizer, seed=7, sise=2\) raised TypeError: .*'sise'"),
         ("my_games:Game", {"size": 0}, "raised ValueError: size must be positive"),
         ("my_games:Leaves", {}, "raised SystemExit: 0"),
@@ -124,7 +124,7 @@ def test_a_kind_is_a_short_name_or_a_class(kind: str) -> None:
 def test_arguments_that_nothing_takes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r'environment\.arguments with environment\.kind = "arithmetic"'):
         check_config(load_config(None, ["environment.arguments.size=3"]), world_size=1)
-    with pytest.raises(ConfigError, match=r"api_key would stand in config\.json"):
+    with pytest.raises(ConfigError, match=r"api_key is refused here, because settings are written to config\.json"):
         load_config(None, ["environment.kind=games:Game", "environment.arguments.api_key=secret"])
 
 

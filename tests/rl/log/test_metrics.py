@@ -57,7 +57,7 @@ def test_not_finite_is_null_and_strict_json(tmp_path: pathlib.Path) -> None:
 
 def test_an_unknown_name_is_refused_and_nothing_written(tmp_path: pathlib.Path) -> None:
     with MetricsWriter(tmp_path, PLAIN, {}) as writer:
-        with pytest.raises(MeasureError, match=r"'mismatch/k2' is no documented metric: write 'mismatch/k\d'"):
+        with pytest.raises(MeasureError, match=r"'mismatch/k2' is not a documented metric: write 'mismatch/k\d'"):
             writer.write(0, {"reward": 1.0, "mismatch/k2": 0.0})
         assert read_metrics(tmp_path) == []
 
@@ -65,11 +65,11 @@ def test_an_unknown_name_is_refused_and_nothing_written(tmp_path: pathlib.Path) 
 def test_a_step_is_written_once(tmp_path: pathlib.Path) -> None:
     with MetricsWriter(tmp_path, PLAIN, {}) as writer:
         writer.write(3, {"reward": 1.0})
-        with pytest.raises(MeasureError, match="step 3 comes after step 3"):
+        with pytest.raises(MeasureError, match="step 3 cannot follow step 3"):
             writer.write(3, {"reward": 1.0})
     with (
         MetricsWriter(tmp_path, PLAIN, {}, done=4) as writer,
-        pytest.raises(MeasureError, match="step 2 comes after step 3"),
+        pytest.raises(MeasureError, match="step 2 cannot follow step 3"),
     ):
         writer.write(2, {"reward": 1.0})
 

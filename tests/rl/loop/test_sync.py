@@ -105,7 +105,7 @@ def test_a_reward_function_that_raises_loses_nothing(make_config: Callable[..., 
         train(config)
     message = str(raised.value)
     assert "the grader fell over" in message
-    assert "go on with --resume" in message
+    assert "continue with --resume" in message
     assert checkpoints.latest(config.output) == config.output / "checkpoints" / "step_000000"
     saved = [
         json.loads(line) for line in (config.output / "failed/step_000000/rollouts.jsonl").read_text().splitlines()
@@ -144,7 +144,7 @@ def test_whatever_is_raised_in_a_step_leaves_a_saved_state(
     with pytest.raises(expected) as raised:
         train(config)
     if kind is SystemExit:
-        assert "something in this run called sys.exit(0)" in str(raised.value)
+        assert "code of this run called sys.exit(0)" in str(raised.value)
     done = {"generate": 0, "write": 1}[phase]
     assert checkpoints.latest(config.output) == config.output / "checkpoints" / f"step_{done:06}"
 
@@ -156,7 +156,7 @@ def test_sys_exit_while_a_run_starts_is_an_error(
         raise SystemExit(0)
 
     monkeypatch.setattr("router_replay.engines.embedded.EmbeddedEngine", exits)
-    with pytest.raises(TrainError, match=r"something in this run called sys\.exit\(0\)"):
+    with pytest.raises(TrainError, match=r"code of this run called sys\.exit\(0\)"):
         train(make_config())
 
 
@@ -210,7 +210,7 @@ def test_a_nan_far_from_the_last_checkpoint_loses_no_step(
         return (loss * float("nan") if len(calls) == 4 else loss), sums  # the second mini-batch of the second step
 
     monkeypatch.setattr(policy, "policy_loss", poisoned)
-    with pytest.raises(TrainError, match=r"updates of this step that were done are saved in .*step_000001"):
+    with pytest.raises(TrainError, match=r"the finished updates of this step are saved in .*step_000001"):
         train(config)
     monkeypatch.undo()
     assert train(config, resume=True) == checkpoints.Progress(step=3, version=3, problem=9, updates=7)

@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_touches_no_weight(make: Callable[..., Policy]
     mini = mini_batch(policy)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     mini.micro[0].whole.label_advantages[:] = np.nan
-    with pytest.raises(TrainError, match=r"loss is nan at optimizer step 0; the weights were not touched"):
+    with pytest.raises(TrainError, match=r"loss is nan at optimizer step 0; this step did not change the weights"):
         policy.update(mini, policy.score(mini))
     assert all(torch.equal(before[name], p) for name, p in policy.model.named_parameters())
 

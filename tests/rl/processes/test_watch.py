@@ -96,7 +96,7 @@ if second:
     done = run([*settings, "trainer.rank_timeout=12"], tmp_path, code)
     assert done.returncode
     [line] = set(said(done))
-    assert "no rank got on for 12 s (trainer.rank_timeout): rank 1 is in phase 'score' at" in line
+    assert "no rank made progress for 12 s (trainer.rank_timeout): rank 1 is in phase 'score' at" in line
     assert "in slow" in line
     assert "; rank 0 waits in phase 'score'" in line
 
@@ -122,7 +122,7 @@ if second:
         os.kill(int(mark.read_text()), signal.SIGKILL)  # a stopped process hears nothing else
         process.communicate()
     assert process.returncode
-    assert "rank 1 gives no sign of life for" in line
+    assert "rank 1 has not reported for" in line
     assert "and was last seen in phase" in line
 
 
@@ -133,4 +133,4 @@ if second:
 """
     done = run([*settings, "trainer.rank_timeout=6"], tmp_path, code)
     assert done.returncode
-    assert any("rank 1 never came" in line for line in said(done)), done.stderr
+    assert any("rank 1 never joined the run" in line for line in said(done)), done.stderr

@@ -135,7 +135,7 @@ def test_an_environment_that_ends_the_process_is_an_error_that_names_it(
 
 
 def test_a_step_that_gives_no_turn_is_named(engine: EmbeddedEngine) -> None:
-    with pytest.raises(RewardError, match=r"Scripted\.step must give a Turn, got 1\.0"):
+    with pytest.raises(RewardError, match=r"Scripted\.step must return a Turn, got 1\.0"):
         play(engine, Scripted(lambda turn, _: 1.0))  # type: ignore[arg-type, return-value]
     with pytest.raises(RewardError, match="a reward must be a finite number, got '1'"):
         play(engine, Scripted(lambda turn, _: Turn(reward="1")))  # type: ignore[arg-type]

@@ -93,13 +93,13 @@ def test_a_checkpoint_is_a_hugging_face_folder(make_config: Callable[..., TrainC
 def test_a_run_is_not_written_over(make_config: Callable[..., TrainConfig]) -> None:
     config = make_config("steps=1", "replay=off")
     train(config)
-    with pytest.raises(ConfigError, match=r"holds a run already .*pass --resume to go on, or set another output"):
+    with pytest.raises(ConfigError, match=r"already holds a run .*pass --resume to continue it, or set another output"):
         train(config)
     assert train(config, resume=True).step == 1  # nothing is left to do
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(TrainError, match=r"progress\.json cannot be read, the checkpoint is damaged"):
+    with pytest.raises(TrainError, match=r"progress\.json cannot be read: the checkpoint is damaged"):
         checkpoints.read_progress(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(
     folder = disk / "run" / "checkpoints"
     assert f"the checkpoint {folder / 'step_000002'} could not be written" in lines[0]
     assert "It needs about" in lines[0]
-    assert f"the last whole checkpoint is {folder / 'step_000001'}" in lines[0]
+    assert f"the last complete checkpoint is {folder / 'step_000001'}" in lines[0]
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
     subprocess.run(["mount", "-o", f"remount,size={one * 4}k", str(disk)], check=True)
     last = start(settings, *common)

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_and_says_what_it_lacks(
     assert folder is not None
     (folder / checkpoints.RECORD).unlink()
     assert train(config, resume=True).step == 3
-    assert "does not say with which settings it was made" in " ".join(capsys.readouterr().out.split())
+    assert "has no run.json with the settings that it was made with" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_optimizers_settings_are_those_of_now(started: Callable[..., TrainConfig]) -> None:
@@ -162,8 +162,8 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(
     with pytest.raises(TrainError) as raised:
         train(config, resume=True)
     message = str(raised.value)
-    assert f"{newest / file} cannot be read, the checkpoint is damaged" in message
-    assert f"go on from {newest.with_name('step_000001')}" in message
+    assert f"{newest / file} cannot be read: the checkpoint is damaged" in message
+    assert f"continue from {newest.with_name('step_000001')}" in message
 
 
 def test_a_damaged_checkpoint_that_was_moved_away_is_in_nobodys_way(started: Callable[..., TrainConfig]) -> None:

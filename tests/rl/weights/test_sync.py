@@ -190,5 +190,5 @@ def test_weights_that_find_no_room_are_named_with_their_folder(
 
 def test_a_place_for_weights_that_cannot_be_a_folder_is_named(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"engine\.weights = .*file.* cannot be made a folder"):
+    with pytest.raises(ConfigError, match=r"engine\.weights = .*file.* cannot be created as a folder"):
         sync(model, tmp_path / "file")

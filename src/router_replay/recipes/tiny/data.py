@@ -1,7 +1,7 @@
-"""The training data of `router-replay make-model`: correct episodes of the arithmetic and calculator environments.
+"""Make the training data of `router-replay make-model`: correct episodes of the arithmetic and calculator environments.
 
-    12+34=46$                                            # the model's own: 46$
-    12+34+56?<12+34>[46]<46+56>[102]102$                 # the model's own: <12+34>, <46+56>, 102$
+    12+34=46$                                            # the model must write 46$
+    12+34+56?<12+34>[46]<46+56>[102]102$                 # the model must write <12+34>, <46+56>, 102$
 
 Step n of a recipe always has the same examples, so an interrupted run can continue from n alone.
 """
@@ -19,19 +19,19 @@ from router_replay.rl.environments import arithmetic, calculator
 from router_replay.rl.environments.problems import operands
 
 _IDS = {END: 1} | {character: number for number, character in enumerate(CHARACTERS, start=2)}
-_PER_STEP = 1 << 32  # problem numbers; those below belong to the environments of a training run
+_PER_STEP = 1 << 32  # problem numbers per step; lower numbers are those of a training run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Token ids [examples, tokens], padded with 0. `own` marks the tokens that the model must write."""
+    """Hold token ids [examples, tokens], padded with 0. `own` marks the tokens that the model must write."""
 
     token_ids: npt.NDArray[np.int64]
     own: npt.NDArray[np.bool_]
 
 
 def examples_of(recipe: Recipe, step: int) -> tuple[Examples, Examples]:
-    """The additions and the calculator episodes of one step."""
+    """Return the additions and the calculator episodes of one step."""
     first = (step + 1) * _PER_STEP
     additions = [_addition(recipe, first + number) for number in range(recipe.additions)]
     calculations = [_calculation(recipe, first + number) for number in range(recipe.calculations)]

@@ -1,4 +1,4 @@
-"""The demo: train one model with the same seeds, with replay off and with R3, and show the difference."""
+"""Run the demo: train one model with the same seeds, with replay off and with R3, and show the difference."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from router_replay.rl.state.run_folder import LOCK, hold
 
 MODES = ("off", "r3")
 MARK = ".demo"
-"""In the folder of a run that the next demo may remove."""
+"""The file that marks the folder of a run that the next demo may remove."""
 PROMISED_FALL = 3.0
 LEAST_REWARD_GAP = 0.05
-"""Curves that end closer than this do not differ: about the noise of 512 answers and of the run's own path."""
+"""A smaller difference of the last rewards is noise: of 512 sampled answers, and between runs."""
 
 
 def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainConfig:
-    """The config of one run: two-digit additions on the tiny model, vLLM in bfloat16 and the trainer in float32."""
+    """Return the config of one run: two-digit additions, the tiny model, vLLM in bfloat16, the trainer in float32."""
     return load_config(
         None,
         [
@@ -34,9 +34,9 @@ def demo_config(mode: str, out: pathlib.Path, steps: int, fp8: bool) -> TrainCon
 
 
 def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[list[Row], list[str]]:
-    """Train with replay off and with R3, and write `report.html` with its JSON. Returns the table and the findings."""
+    """Train with replay off and with R3, and write `report.html` and its JSON. Return the table and the findings."""
     with hold(out):
-        for mode in MODES:  # both first: nothing is trained for a demo that cannot finish
+        for mode in MODES:  # check both folders before the first run is trained
             _clear(out / mode)
         for mode in MODES:
             train(demo_config(mode, out, steps, fp8))
@@ -50,7 +50,7 @@ def run_demo(out: pathlib.Path, steps: int = 25, fp8: bool = False) -> tuple[lis
 def _clear(folder: pathlib.Path) -> None:
     """Remove the run of an earlier demo; refuse a folder that something else wrote or writes to."""
     if folder.exists() and any(path.name != LOCK for path in folder.iterdir()) and not (folder / MARK).exists():
-        raise ConfigError(f"{folder} holds something that no demo wrote: give another --out, or move it away")
+        raise ConfigError(f"{folder} contains files that no demo wrote: give another --out, or move them away")
     with hold(folder):
         (folder / MARK).touch()
         for path in folder.iterdir():
@@ -61,7 +61,7 @@ def _clear(folder: pathlib.Path) -> None:
 
 
 def findings(rows: list[Row], fp8: bool = False) -> list[str]:
-    """What the two runs show and what they do not show, in sentences."""
+    """Return sentences that say what the two runs show and what they do not show."""
     off, r3 = rows
     notes = []
     if off.k3_first and r3.k3_first:
@@ -69,7 +69,7 @@ def findings(rows: list[Row], fp8: bool = False) -> list[str]:
         notes.append(f"At the first step, on the same rollouts, R3 makes the k3 KL {fall:.1f} times smaller.")
         if not fp8:
             than = "at least" if fall >= PROMISED_FALL else "less than"
-            notes[-1] = notes[-1][:-1] + f": {than} the threefold fall that we promise."
+            notes[-1] = notes[-1][:-1] + f": {than} the factor of {PROMISED_FALL:g} that we promise."
     if off.extreme_mean is not None and r3.extreme_mean is not None:
         notes.append(
             f"Tokens whose probabilities differ by more than a factor 2: {off.extreme_mean:.3%} of all without replay, "
@@ -80,13 +80,15 @@ def findings(rows: list[Row], fp8: bool = False) -> list[str]:
         notes.append(
             f"The reward ends {abs(gap):.2f} {'higher' if gap > 0 else 'lower'} with R3."
             if abs(gap) > LEAST_REWARD_GAP
-            else "The reward curves do not differ by more than noise: at this size training does not collapse without "
-            "replay either. What replay repairs here is the gap between engine and trainer."
+            else "The reward curves differ by noise only: a model of this size does not collapse without replay. "
+            "What replay repairs here is the gap between engine and trainer."
         )
     if fp8:
-        notes.append("The engine ran on weights rounded to FP8 blocks; replay repairs the routing's part of that gap.")
+        notes.append(
+            "The engine ran on weights rounded to FP8 blocks; replay repairs only the gap that routing causes."
+        )
     notes.append(
-        "The runs come one after the other, so their times also differ by what else the machine did meanwhile; "
-        "python -m bench.train measures what replay costs side by side."
+        "The runs came one after the other, so their times also depend on the other load of the machine; "
+        "python -m bench.train measures the cost of replay side by side."
     )
     return notes

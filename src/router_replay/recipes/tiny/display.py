@@ -1,4 +1,4 @@
-"""The progress line of `make-model`. It goes to stderr, so that stdout has the command's result only."""
+"""Show the progress line of `make-model` on stderr, so that stdout has the command's result only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shown(title: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a progress line during the block. Yields the function for `make_model(progress=...)`."""
+    """Show a progress line during the block. Yield the function for `make_model(progress=...)`."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.MofNCompleteColumn(),
         progress.BarColumn(bar_width=12),
         progress.TextColumn("{task.fields[figures]}"),
         progress.TimeElapsedColumn(),
-        progress.TextColumn("<"),  # it may be right often enough before the last step
+        progress.TextColumn("<"),  # at most: training may reach its target before the last step
         progress.TimeRemainingColumn(),
     )
     display = progress.Progress(*columns, console=Console(stderr=True))
@@ -30,7 +30,7 @@ def shown(title: str) -> Iterator[Callable[[Progress], None]]:
     with contextlib.ExitStack() as open_display:
 
         def show(now: Progress) -> None:
-            if not display.live.is_started:  # a model that is there already needs no display
+            if not display.live.is_started:  # a model that exists already needs no display
                 open_display.enter_context(display)
             figures = f"right {now.additions:.0%}, calculator {now.calculations:.0%}"
             display.update(task, completed=now.step, total=now.steps, figures=figures)

@@ -1,4 +1,4 @@
-"""The models of `router-replay make-model`: their recipes, configs and tokenizer.
+"""Define the models of `router-replay make-model`: their recipes, configs and tokenizer.
 
 Each is a Qwen3-MoE with a character tokenizer. `warm_start.py` trains it, and the finished tiny model is in `ready/`:
 
@@ -21,36 +21,36 @@ from router_replay.errors import ConfigError
 Size = Literal["tiny", "gpu"]
 STAMP = "recipe.json"
 REVISION = 1
-"""Part of the stamp. Raise it when a change of the training code changes the model."""
+"""Part of the stamp. Increase it when a change of the training code changes the model."""
 PAD, END = "<|pad|>", "<|end|>"
 CHARACTERS = "0123456789+-*=?<>[]!"
-# Messages are joined as they are: the tiny model knows no roles.
+# Messages are joined without roles, because the tiny model was not trained with roles.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that decides which model is made: its shape, its training data and its training."""
+    """Hold everything that decides which model is made: its shape, its training data and its training."""
 
     layers: int = 10
     width: int = 96
     heads: int = 4
     key_value_heads: int = 2
     head_dim: int = 32
-    """vLLM's attention on the CPU knows 32, and not 24."""
+    """vLLM's attention on the CPU supports 32, but not 24."""
     experts: int = 56
-    """64 of this width would be more than the 12 MB that the ready model may have in the repository."""
+    """With 64 experts of this width the model would exceed the 12 MB that it may take in the repository."""
     top_k: int = 8
     expert_width: int = 32
-    """vLLM's experts on the CPU want multiples of 32 here and for the width."""
+    """vLLM's experts on the CPU need multiples of 32, here and for `width`."""
     digits: int = 2
-    """Of the operands."""
+    """The number of digits of the operands."""
     steps: int = 400
-    """The most; the learning rate falls to 0 over them."""
+    """The maximum number of steps; the learning rate falls to 0 over them."""
     target: float = 0.56
     """Stop when a sampled answer to an addition is right with this probability."""
     window: int = 2
-    """Steps over which that probability is averaged."""
+    """The number of steps over which this probability is averaged."""
     learning_rate: float = 2e-3
     warmup: int = 10
     additions: int = 208
@@ -61,12 +61,12 @@ class Recipe:
     """Weight of the load-balancing loss."""
     max_grad_norm: float = 1.0
     save_every: int = 25
-    """Steps between two states that an interrupted run can go on from."""
+    """Steps between two saved states; an interrupted run continues from the last one."""
     seed: int = 0
 
     @property
     def digest(self) -> str:
-        """Identifies the model that this recipe makes."""
+        """Return a digest that identifies the model that this recipe makes."""
         fields = dataclasses.asdict(self)
         del fields["save_every"]  # how often it is saved does not change the model
         text = json.dumps({"revision": REVISION, **fields}, sort_keys=True)
@@ -83,7 +83,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_for(size: str, *, steps: int | None = None, digits: int | None = None, seed: int | None = None) -> Recipe:
-    """The recipe of a size ("tiny" or "gpu"), with the given changes."""
+    """Return the recipe of a size ("tiny" or "gpu"), with the given changes."""
     if size not in RECIPES:
         raise ConfigError(f"size must be one of {sorted(RECIPES)}, got {size!r}")
     changes = {"steps": steps, "digits": digits, "seed": seed}
@@ -94,7 +94,7 @@ def recipe_for(size: str, *, steps: int | None = None, digits: int | None = None
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer with one token per character. It refuses text with other characters instead of changing it."""
+    """Return a tokenizer with one token per character. It refuses other characters instead of changing them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -108,7 +108,7 @@ def make_tokenizer() -> Any:
 
 
 def make_config(recipe: Recipe) -> Any:
-    """The Hugging Face config of a recipe's model."""
+    """Return the Hugging Face config of a recipe's model."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -122,7 +122,7 @@ def make_config(recipe: Recipe) -> Any:
 
 
 def read_stamp(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The stamp that `make_model` wrote into the folder; None if the folder is not one of its models."""
+    """Return the stamp that `make_model` wrote into the folder; None if the folder is not one of its models."""
     try:
         stamp = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):
@@ -131,5 +131,5 @@ def read_stamp(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def is_made(folder: pathlib.Path, recipe: Recipe) -> bool:
-    """Whether the folder holds the finished model of this recipe."""
+    """Return whether the folder holds the finished model of this recipe."""
     return (read_stamp(folder) or {}).get("digest") == recipe.digest

@@ -1,9 +1,9 @@
-"""The training of `router-replay make-model`: supervised, until answers are right more often than not.
+"""Train the model of `router-replay make-model`, supervised, until its answers are right more often than not.
 
     folder = make_model("models/mine", size="tiny", progress=show)
 
 A finished folder of the same recipe is returned at once. An unfinished run keeps its state beside the folder, so that
-a killed run can continue. The folder itself is renamed into place when it is whole.
+a killed run can continue. The folder itself gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from router_replay.recipes.tiny.model import (
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One step of the warm start. The accuracies are probabilities that a sampled episode is right, and need no
-    sampling: the product of the probabilities of its own tokens."""
+    """Report one step of the warm start.
+
+    `additions` and `calculations` are accuracies: the mean probability that a sampled episode is right. It is the
+    product of the probabilities of the tokens that the model must write, so nothing is sampled.
+    """
 
     step: int
     steps: int
@@ -71,6 +74,10 @@ def make_from_recipe(
     device: str | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> pathlib.Path:
+    """Make the model of a recipe in `folder`, or continue an interrupted run, and return the folder.
+
+    A finished model of the same recipe is kept. Raise ConfigError if the folder holds anything else.
+    """
     unfinished = folder.with_name(folder.name + ".unfinished")
     with _one_at_a_time(folder.parent):
         if not is_made(folder, recipe):
@@ -97,7 +104,7 @@ def _trained(
 
 
 class WarmStart:
-    """The training. Weights are float32; on a GPU the forward pass computes in bfloat16."""
+    """Train the model of a recipe. Weights are float32; on a GPU the forward pass computes in bfloat16."""
 
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
         from transformers import Qwen3MoeForCausalLM
@@ -117,16 +124,18 @@ class WarmStart:
 
     @property
     def finished(self) -> bool:
+        """Return whether the target accuracy or the maximum number of steps is reached."""
         full = len(self.recent) == self.recipe.window
         return self.steps_done >= self.recipe.steps or (full and self.accuracy[0] >= self.recipe.target)
 
     @property
     def accuracy(self) -> tuple[float, float]:
-        """The accuracy of additions and of calculations, averaged over the last steps."""
+        """Return the accuracy of additions and of calculations, averaged over the last steps."""
         additions, calculations = zip(*self.recent, strict=True)
         return sum(additions) / len(additions), sum(calculations) / len(calculations)
 
     def step(self) -> Progress:
+        """Make one optimizer step; raise TrainError if the loss is not a number."""
         self._optimizer.zero_grad()
         kinds = examples_of(self.recipe, self.steps_done)
         own_tokens = sum(int(examples.own.sum()) for examples in kinds)
@@ -144,7 +153,8 @@ class WarmStart:
     def _learn(self, examples: Examples, share: float) -> tuple[float, float]:
         """Add the gradients of one kind of examples; return its part of the loss and how often it would be right.
 
-        The kinds have a pass of their own since their lengths differ; `share`: of the step's tokens that bear loss.
+        Each kind has a pass of its own, because the lengths differ. `share` is this kind's share of the step's tokens
+        that bear loss.
         """
         logprobs, aux_loss = self._forward(examples)
         loss = share * (-logprobs.sum() / int(examples.own.sum()) + self.recipe.aux_loss * aux_loss)
@@ -152,8 +162,8 @@ class WarmStart:
         return float(loss.detach()), _right(logprobs.detach())
 
     def _forward(self, examples: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probs [examples, tokens - 1] of the model's own tokens, 0 elsewhere, and the load-balancing loss."""
-        # Not autocast: the product over all experts is not among what it casts.
+        """Return the log-probs [examples, tokens - 1] of the model's own tokens, 0 elsewhere, and the aux loss."""
+        # Not autocast, because it does not cast the product over all experts.
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         weights = {name: weight.to(dtype) for name, weight in self.model.named_parameters()}
         token_ids = torch.from_numpy(examples.token_ids).to(self.device)
@@ -169,7 +179,7 @@ class WarmStart:
         return torch.where(own, logprobs, 0.0), output.aux_loss
 
     def measured(self) -> tuple[float, float]:
-        """How often additions and calculations are right, on examples that were not trained on."""
+        """Return how often additions and calculations are right, on examples that were not trained on."""
         unseen = [examples_of(self.recipe, self.recipe.steps + number) for number in range(4)]
         with torch.no_grad():
             right = [[_right(self._forward(examples)[0]) for examples in kinds] for kinds in zip(*unseen, strict=True)]
@@ -177,13 +187,14 @@ class WarmStart:
         return additions, calculations
 
     def _rate(self, step: int) -> float:
-        """The factor of the learning rate: it rises over the warm-up and falls to 0 along a cosine."""
+        """Return the factor of the learning rate: it rises over the warm-up and falls to 0 along a cosine."""
         warmup, steps = self.recipe.warmup, self.recipe.steps
         if step < warmup:
             return (step + 1) / warmup
         return 0.5 + 0.5 * float(torch.cos(torch.tensor(torch.pi * (step - warmup) / max(1, steps - warmup))))
 
     def save(self, file: pathlib.Path) -> None:
+        """Write the state to `file`; after a kill the file is the old one or the new one, never a part."""
         state = {
             "digest": self.recipe.digest,
             "steps_done": self.steps_done,
@@ -196,10 +207,10 @@ class WarmStart:
         try:
             torch.save(state, beside)
             os.replace(beside, file)
-        except Exception as error:  # torch reports a full disk in a type of its own
+        except Exception as error:  # torch reports a full disk with its own type
             beside.unlink(missing_ok=True)
             reason = str(error).strip().partition("\n")[0]
-            raise TrainError(f"{file} could not be written: {reason}; make room and start the same command") from error
+            raise TrainError(f"{file} could not be written: {reason}; make room and run the command again") from error
 
     def load(self, file: pathlib.Path) -> None:
         """Continue from a saved state of the same recipe, if there is one."""
@@ -213,9 +224,9 @@ class WarmStart:
             self._optimizer.load_state_dict(state["optimizer"])
             self._schedule.load_state_dict(state["schedule"])
             self.steps_done, self.recent = state["steps_done"], state["recent"]
-        except Exception as error:  # a cut or altered file breaks in torch, pickle or zipfile
+        except Exception as error:  # a damaged file fails in torch, pickle or zipfile, each with its own error
             reason = str(error).strip().partition("\n")[0]
-            raise TrainError(f"{file} cannot be read, it is damaged ({reason}): remove it to start anew") from error
+            raise TrainError(f"{file} cannot be read: it is damaged ({reason}); remove it to start over") from error
 
 
 def _right(logprobs: torch.Tensor) -> float:
@@ -224,8 +235,10 @@ def _right(logprobs: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def _one_at_a_time(parent: pathlib.Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that processes that want the same model wait for the first. It ends with the
-    process."""
+    """Hold a lock on the folder, so that other processes that make the same model wait for this one.
+
+    The lock ends with the process.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(parent, os.O_RDONLY)
     try:
@@ -256,7 +269,7 @@ def _device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device must be cpu or cuda, got {name!r}") from error
     if device.type == "cuda" and not cuda:
-        raise ConfigError("device is cuda, and torch finds no GPU here: use cpu, or leave it out")
+        raise ConfigError("device is cuda, but torch finds no GPU on this machine: use cpu, or leave it out")
     return device
 
 
@@ -270,7 +283,7 @@ def _refuse_occupied(folder: pathlib.Path) -> None:
 
 def _write(run: WarmStart, folder: pathlib.Path) -> None:
     """Write the folder of a finished model: weights, tokenizer and stamp."""
-    shutil.rmtree(folder, ignore_errors=True)  # a run that was killed here
+    shutil.rmtree(folder, ignore_errors=True)  # what a run left that was killed here
     run.model.to(torch.bfloat16)
     with _no_bar():
         run.model.save_pretrained(folder)

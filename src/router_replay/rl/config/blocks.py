@@ -1,6 +1,7 @@
-"""The settings of a training run, one class per block of the TOML file, with types, defaults and meanings.
+"""The settings of a training run, one class per block of the TOML file, with types, defaults and explanations.
 
-`docs/training.md` has the same tables for readers, and a test compares them.
+The text below each setting is its explanation. `docs/training.md` shows the same names, defaults and texts, and a test
+compares them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TINY = "tiny"
 
 
 def tiny_folder() -> pathlib.Path:
-    """The finished tiny model, which is installed with the package. `recipes/tiny` has the code that made it."""
+    """Return the folder of the tiny model, which comes with the package. `recipes/tiny` has the code that made it."""
     return pathlib.Path(router_replay.__file__).parent / "recipes" / "tiny" / "ready"
 
 
@@ -64,19 +65,25 @@ class ModelConfig(Block):
     """The policy. Its master weights and the optimizer are float32; the forward pass computes in `dtype`."""
 
     path: str = TINY
-    """A Hugging Face folder, or "tiny": the small Qwen3-MoE that comes with the package."""
+    """a Hugging Face folder, or `"tiny"` for the small Qwen3-MoE that comes with the package; `model = "tiny"` is short
+    for `model.path = "tiny"`"""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """the number type of the forward pass: `"float32"` or `"bfloat16"`"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`"cpu"`, `"cuda"`, or `"auto"`: a GPU if torch finds one, otherwise the CPU"""
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
+    """`"off"`, `"non_reentrant"` or `"reentrant"`: compute activations again in the backward pass, with the routes of
+    the forward pass"""
     use_kernels: bool = False
-    """Use transformers' kernels from the hub. Some fuse the router and never call it, so replay refuses them."""
+    """use transformers' kernels from the hub. Some of them never call the router module, so this needs
+    `replay = "off"`"""
 
 
 def _without_key(arguments: dict[str, Any], instead: str) -> dict[str, Any]:
     if "api_key" in arguments:
         raise ConfigError(
-            "api_key would stand in config.json and the report: put the key into an environment variable, and "
-            + instead
+            "api_key is refused here, because settings are written to config.json and to the report: put the key into "
+            f"an environment variable, and {instead}"
         )
     return arguments
 
@@ -87,18 +94,22 @@ class EngineConfig(Block):
     old_names: ClassVar[Mapping[str, str]] = {"quantise": "quantize"}
 
     kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
+    """`"embedded"` (transformers, needs no other package), `"vllm"` (in this process), `"vllm_http"` or `"sglang"`"""
     url: str = ""
-    """The server's address for vllm_http and sglang, without a user name or password."""
+    """the server's URL for vllm_http and sglang: `http://HOST:PORT`, without a user name or password"""
     api_key_env: str = ""
-    """The environment variable with the server's key, for vllm_http and sglang. The key itself is not a setting."""
+    """the name of the environment variable that holds the server's key, for vllm_http and sglang. The key is sent as a
+    bearer token and written to no file"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """the number type of the engine's weights: `"bfloat16"` or `"float32"`"""
     quantize: Literal["none", "fp8"] = "none"
-    """fp8: give the engine weights that were rounded to FP8 blocks, as an FP8 engine would have."""
+    """`"none"`, or `"fp8"`: round the engine's weights to FP8 blocks, as in an FP8 checkpoint"""
     max_length: PositiveInt = 512
+    """the maximum number of tokens of prompt and completion together"""
     weights: str = ""
-    """A folder for new weights that the engine and the trainer both see; empty: shared memory if it has room."""
+    """a folder that engine and trainer can both read, for new weights. Empty: shared memory, if it has room"""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the engine, unchanged."""
+    """more keyword arguments for the engine; they are passed on unchanged"""
 
     @field_validator("url")
     @classmethod
@@ -113,15 +124,15 @@ class EngineConfig(Block):
     def _name_of_a_variable(cls, name: str) -> str:
         if name and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                "expected the name of an environment variable, such as SERVER_KEY; what came is none, and is not shown "
-                "here, since it may be the key itself"
+                "expected the name of an environment variable, such as SERVER_KEY. The given text is not such a name; "
+                "it is not shown here, because it may be the key itself"
             )
         return name
 
     @field_validator("arguments")
     @classmethod
     def _arguments_without_key(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _without_key(arguments, "name that as engine.api_key_env")
+        return _without_key(arguments, "set engine.api_key_env to the name of this variable")
 
 
 class EnvironmentConfig(Block):
@@ -132,18 +143,19 @@ class EnvironmentConfig(Block):
         "calculator": "router_replay.rl.environments.calculator:CalculatorTask",
         "jsonl": "router_replay.rl.environments.jsonl:JsonlTask",
     }
-    """The short names of `kind`, and the classes that they stand for."""
+    """The short names of `kind`, and the class of each."""
 
     kind: str = "arithmetic"
-    """One of the short names, or `module:Class` for a Task of one's own (`environments/base.py`)."""
+    """`"arithmetic"`, `"calculator"` (several turns with a tool), `"jsonl"` (your own problems), or `"module:Class"`
+    (your own environment)"""
     digits: Annotated[int, Field(ge=1, le=1000)] = 2
-    """The number of digits of the operands, for arithmetic and calculator."""
+    """the number of digits of each operand, for arithmetic and calculator"""
     file: str = ""
-    """The problems of jsonl: a JSON object with "prompt" (text or chat messages) and "answer" per line."""
+    """for jsonl: a file with one JSON object per line, with `prompt` (text or chat messages) and `answer`"""
     reward: str = ""
-    """The reward of jsonl: `module:function` with (prompt, completion, answer) -> float."""
+    """for jsonl: the reward function `module:function` with `(prompt, completion, answer) -> float`"""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a class of one's own, unchanged."""
+    """keyword arguments for a class of your own"""
 
     @field_validator("kind")
     @classmethod
@@ -157,11 +169,11 @@ class EnvironmentConfig(Block):
     @field_validator("arguments")
     @classmethod
     def _arguments_without_key(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _without_key(arguments, "let the environment read it there")
+        return _without_key(arguments, "let your environment class read this variable")
 
     @property
     def task_class(self) -> Any:
-        """Import the class of the task; ConfigError if that fails, or if its `max_turns` is no number of turns."""
+        """Import the class of the task; raise ConfigError if that fails, or if its `max_turns` is not valid."""
         found = users_code.load(self.built_in.get(self.kind, self.kind), "environment.kind", "class")
         turns = getattr(found, "max_turns", None)
         if turns is not None and not (type(turns) is int and turns > 0):
@@ -176,19 +188,21 @@ class RolloutConfig(Block):
     """How the episodes of a step are sampled."""
 
     prompts: PositiveInt = 32
-    """Problems per step."""
+    """problems per step"""
     group: PositiveInt = 8
-    """Episodes per problem. An episode's advantage is its difference to the others of its group."""
+    """episodes per problem, 2 or more. Their rewards are compared with each other to compute advantages"""
     max_tokens: PositiveInt = 16
-    """The most tokens that a turn samples."""
+    """the maximum number of sampled tokens per turn"""
     max_turns: PositiveInt = 8
-    """The most turns of an episode."""
+    """the maximum number of turns per episode"""
     temperature: PositiveFloat = 1.0
+    """the temperature of sampling and of the trainer's log-probs"""
     on_missing: Literal["raise", "live"] = "raise"
-    """What to do with a row that bears loss and was not captured: refuse the sample, or route it live and count it."""
+    """what to do with a row that bears loss and was not captured: `"raise"` an error, or route it `"live"` and count
+    it"""
 
     def turns_of(self, task: Any) -> int:
-        """The most turns that an episode of this task (or task class) can take."""
+        """Return the maximum number of turns of an episode of this task (or task class)."""
         return self.max_turns if task.max_turns is None else min(self.max_turns, task.max_turns)
 
 
@@ -198,76 +212,92 @@ class LossConfig(Block):
     old_names: ClassVar[Mapping[str, str]] = {"normalise": "normalize"}
 
     kind: LossKind = "grpo"
+    """`"grpo"`, `"dr_grpo"` or `"gspo"`"""
     clip_low: PositiveFloat = 0.2
+    """ratios are clipped at 1 - clip_low"""
     clip_high: PositiveFloat = 0.28
+    """ratios are clipped at 1 + clip_high"""
     normalize: Literal["token", "sequence"] = "token"
-    """The mean of grpo: over all tokens of the mini-batch, or over the means of its sequences."""
+    """the mean of grpo: over all tokens of the mini-batch (`"token"`), or over the means of its sequences
+    (`"sequence"`). Do not set it for the other kinds, which have their own mean"""
     truncated_importance: NonNegativeFloat = 0.0
-    """Multiply each token's loss by its weight old / rollout, at most this; 0: no such weight."""
+    """the largest importance weight old / rollout of a token, 1 or more; 0 switches the weight off"""
 
 
 class OptimizerConfig(Block):
     """AdamW, and how a step is split into updates."""
 
     lr: PositiveFloat = 1e-4
+    """the learning rate of AdamW"""
     warmup_steps: NonNegativeInt = 0
-    """The learning rate rises from 0 over this many optimizer steps."""
+    """the number of optimizer steps over which the learning rate rises from 0"""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # not strict: TOML has lists only
+    """the betas of AdamW"""
     weight_decay: NonNegativeFloat = 0.0
+    """the weight decay of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
+    """gradients are clipped to this norm"""
     mini_batches: PositiveInt = 2
-    """Optimizer steps per training step. Each takes its own share of the episodes."""
+    """optimizer steps per training step; each uses its own share of the episodes"""
 
 
 class TrainerConfig(Block):
     """How the trainer's passes run."""
 
     max_tokens: PositiveInt = 8192
-    """The size of one packed forward pass in tokens. A larger mini-batch takes several passes."""
+    """the maximum number of tokens of one packed forward pass, padding included; a larger mini-batch takes several
+    passes, and their gradients are added"""
     ulysses: PositiveInt = 1
-    """The number of ranks that share each sequence."""
+    """the number of ranks that share each sequence; the number of processes must be a multiple of it"""
     agreement: bool = True
-    """Count how often the live router would have chosen the replayed experts."""
+    """count how often the live router would have chosen the replayed experts"""
     rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
-    """A run of several processes ends when none of them makes progress for this many seconds."""
+    """a run of several processes ends when none of them makes progress for this many seconds"""
 
 
 class ReferenceConfig(Block):
     """The reference model of the KL penalty."""
 
     kl: NonNegativeFloat = 0.0
-    """The weight of the KL to the reference model; 0: no reference model is loaded."""
+    """the weight of the KL to the reference model; 0: no reference model is loaded"""
     path: str = ""
-    """The model's folder; empty: the policy as it was at the start of the run."""
+    """the reference model's folder; empty: the policy at the start of the run"""
     replay: bool = False
-    """Give the reference model the policy's experts."""
+    """replay the policy's experts in the reference model"""
 
 
 class CheckpointConfig(Block):
     """When the state of the run is saved."""
 
     every: NonNegativeInt = 10
-    """Steps between checkpoints; 0: save only at the end, on Ctrl-C, and when a step fails."""
+    """steps between two checkpoints; 0: save only at the end, on Ctrl-C, and when a step fails"""
     keep: PositiveInt = 2
-    """How many of the newest checkpoints stay on disk."""
+    """the number of newest checkpoints that stay on disk"""
 
 
 class LoggingConfig(Block):
     """Where the numbers of each step go, besides metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write TensorBoard files, if the package is installed."""
+    """write TensorBoard files, if the package is installed"""
     wandb: bool = False
+    """log to wandb"""
     project: str = "router-replay"
+    """the wandb project"""
 
 
 class TrainConfig(Block):
     """All settings of a run."""
 
     replay: ReplayMode = "r3"
+    """`"off"`; `"r2"`: record the experts of the old-policy pass and replay them in the update; `"r3"`: replay the
+    rollout's experts in both"""
     seed: NonNegativeInt = 0
+    """the random seed for prompts, sampling and the order of episodes"""
     steps: PositiveInt = 20
+    """the number of training steps; each one is a rollout, an update and a weight sync"""
     output: Annotated[pathlib.Path, Field(strict=False)] = pathlib.Path("out/run")
+    """the folder for metrics and checkpoints"""
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -281,5 +311,5 @@ class TrainConfig(Block):
 
     @property
     def longest_response(self) -> int:
-        """The most tokens that an episode can sample; dr_grpo divides by it."""
+        """Return the maximum number of tokens that an episode can sample; dr_grpo divides by it."""
         return self.rollout.max_tokens * self.rollout.turns_of(self.environment.task_class)

@@ -1,4 +1,4 @@
-"""Refuse settings that are valid one by one and cannot work together, with the reason and what to do instead.
+"""Refuse settings that are valid one by one but cannot work together; give the reason and what to do instead.
 
     for warning in check_config(load_config(path), world_size=4):
         log.warning(warning)
@@ -29,7 +29,7 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_absences(config),
     ]
     if refusals:
-        raise config_error("settings that cannot work", refusals)
+        raise config_error("these settings cannot work", refusals)
     return [*_reference_warnings(config), *_other_warnings(config)]
 
 
@@ -39,8 +39,8 @@ def _refused_with_replay(config: TrainConfig) -> Iterator[str]:
     replay = f'replay = "{config.replay}"'
     if config.model.use_kernels:
         yield (
-            f"model.use_kernels = true with {replay}: a kernel that fuses the router never calls it, and replay "
-            "does nothing; set it to false"
+            f"model.use_kernels = true with {replay}: a kernel that fuses the router never calls the router module, "
+            "so replay would do nothing; set it to false"
         )
 
 
@@ -49,11 +49,14 @@ def _refused_engine_arguments(config: TrainConfig) -> Iterator[str]:
         return
     arguments = config.engine.arguments
     for reason in stale_reasons(arguments):
-        yield f'engine.arguments.{reason}; replay = "r3" needs the tokens\' own rows: leave it out, or use "r2"'
+        yield (
+            f'engine.arguments.{reason}; replay = "r3" needs the right row for each token: remove the argument, or set '
+            'replay = "r2"'
+        )
     if not arguments.get("enable_return_routed_experts", True):
         yield (
             'engine.arguments.enable_return_routed_experts = false with replay = "r3": there are no routes to replay; '
-            'leave it out, or use "r2"'
+            'remove it, or set replay = "r2"'
         )
 
 
@@ -76,8 +79,8 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
         )
     if config.rollout.group < 2:
         yield (
-            f"rollout.group = {config.rollout.group}: an advantage is the difference to the other episodes of the same "
-            "problem, and alone it is always 0; set 2 or more"
+            f"rollout.group = {config.rollout.group}: an advantage compares an episode with the others of its problem, "
+            "so the advantage of a single episode is always 0; set 2 or more"
         )
 
 
@@ -85,14 +88,15 @@ def _refused_sizes(config: TrainConfig, world_size: int) -> Iterator[str]:
     ulysses = config.trainer.ulysses
     if world_size % ulysses:
         yield (
-            f"trainer.ulysses = {ulysses}: so many ranks share each sequence, and {world_size} processes are no "
-            f"multiple of it; start {ulysses} processes or a multiple, or set ulysses to a divisor of {world_size}"
+            f"trainer.ulysses = {ulysses}: {ulysses} ranks share each sequence, but the run has {world_size} "
+            f"processes, which is not a multiple of {ulysses}; start {ulysses} processes or a multiple, or set ulysses "
+            f"to a divisor of {world_size}"
         )
     episodes = config.rollout.prompts * config.rollout.group
     if config.optimizer.mini_batches > episodes:
         yield (
-            f"optimizer.mini_batches = {config.optimizer.mini_batches}: a step has {episodes} episodes "
-            f"(rollout.prompts * rollout.group), too few for one each; set at most {episodes}"
+            f"optimizer.mini_batches = {config.optimizer.mini_batches}: each needs at least one episode, "
+            f"and a step has {episodes} (rollout.prompts * rollout.group); set at most {episodes}"
         )
 
 
@@ -107,7 +111,7 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
                 "model of this package"
             )
     if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:
-        yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs its server, as http://HOST:PORT'
+        yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs the URL of its server, as http://HOST:PORT'
     if config.engine.api_key_env and config.engine.kind not in ("vllm_http", "sglang"):
         yield (
             f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
@@ -130,8 +134,8 @@ def _reference_warnings(config: TrainConfig) -> Iterator[str]:
     if reference.kl and replays and not reference.replay:
         yield (
             f'reference.kl = {reference.kl} with replay = "{config.replay}" and a reference model that routes live: '
-            "the KL then also measures the difference of their experts, and pulls at the policy by it; "
-            "reference.replay = true gives both the same experts"
+            "the KL then also measures the difference between their experts, and this part changes the policy too; "
+            "set reference.replay = true to give both the same experts"
         )
     if reference.replay and not reference.kl:
         yield "reference.replay = true does nothing: with reference.kl = 0 there is no reference model"
@@ -143,11 +147,11 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
     if config.replay == "r2" and config.optimizer.mini_batches == 1:
         yield (
             'replay = "r2" with optimizer.mini_batches = 1: the old pass and the only update have the same weights and '
-            "choose the same experts but for rounding; R2 helps from 2 mini-batches on"
+            "choose the same experts, up to rounding; R2 needs 2 mini-batches or more to have an effect"
         )
     longest, slots = config.engine.max_length, config.trainer.max_tokens
     if longest > slots:
         yield (
             f"engine.max_length = {longest} is above trainer.max_tokens = {slots}: an episode that does not fit into "
-            "one pass ends the run"
+            "one pass ends the run; raise trainer.max_tokens, or lower engine.max_length"
         )

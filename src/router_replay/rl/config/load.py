@@ -39,7 +39,7 @@ def load_config(path: pathlib.Path | None, settings: Sequence[str] = ()) -> Trai
 
 
 def config_error(place: str, problems: Sequence[str]) -> ConfigError:
-    """One error that lists all `problems`, a line each."""
+    """Return one error that lists all `problems` of `place`, one line each."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError("\n  ".join([f"{place}: {count}", *problems]))
 
@@ -52,7 +52,7 @@ def to_toml(config: TrainConfig) -> str:
         for name, block in config
         if isinstance(block, Block)
     ]
-    return "\n".join([outside, *blocks])  # TOML wants what is outside of blocks first
+    return "\n".join([outside, *blocks])  # in TOML, settings outside of blocks come first
 
 
 def _line(block: str, name: str, value: Any) -> str:
@@ -64,7 +64,7 @@ def _dotted(block: str, name: str) -> str:
 
 
 def _is_left_out(block: Block, key: str) -> bool:
-    """`normalize` is for grpo only, and setting it for another loss is refused: do not set it by printing it."""
+    """Return whether to leave out `normalize`: it is for grpo only, so the printed config would be refused."""
     return (
         isinstance(block, LossConfig)
         and key == "normalize"
@@ -74,7 +74,7 @@ def _is_left_out(block: Block, key: str) -> bool:
 
 
 def _apply(tree: dict[str, Any], setting: str) -> str | None:
-    """Put one `a.b=c` into the tree. Returns what is wrong with it, or None."""
+    """Put one `a.b=c` into the tree. Return what is wrong with it, or None."""
     dotted, equals, text = setting.partition("=")
     *blocks, name = keys = [key.strip() for key in dotted.split(".")]
     if not equals or not all(keys):
@@ -91,7 +91,7 @@ def _apply(tree: dict[str, Any], setting: str) -> str | None:
     return None
 
 
-# Where pydantic's own words are not those of a TOML file.
+# What to say in place of pydantic's own words, which are not those of a TOML file.
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a table",
@@ -111,7 +111,7 @@ _EXPECTED = {
 
 
 def _problem(detail: dict[str, Any]) -> str:
-    """One error of pydantic as one line of ours."""
+    """Return one line of our own for one error of pydantic."""
     location = tuple(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(location)
@@ -126,23 +126,23 @@ def _problem(detail: dict[str, Any]) -> str:
     except ConfigError:
         came = str(detail["input"])
     if "@" in came:
-        came = "a value that is not shown here, since it may hold a password"
+        came = "a value that is not shown here, because it may hold a password"
     came = came if len(came) <= 80 else came[:77] + "..."
     return f"{'.'.join(location)}: expected {expected}, got {came}"
 
 
 def _unknown(location: tuple[str, ...]) -> str:
-    """The line for an unknown key. It suggests the nearest name of the block, or the same name in another block."""
+    """Return the line for an unknown key. It suggests the nearest name of the block, or the same name elsewhere."""
     block, name = ".".join(location[:-1]), location[-1]
     known = list(_blocks()[block].model_fields)
     near = [_dotted(block, key) for key in difflib.get_close_matches(name, known, n=1)]
     near = near or [_dotted(other, name) for other, model in _blocks().items() if name in model.model_fields]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the known names are {', '.join(known)}"
     return f"{'.'.join(location)}: unknown; {hint}"
 
 
 def _blocks() -> dict[str, type[Block]]:
-    """The class of each block by its name; "" is for the settings outside of any block."""
+    """Return the class of each block by its name; "" is for the settings outside of any block."""
     inner = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     blocks = {name: kind for name, kind in inner.items() if isinstance(kind, type) and issubclass(kind, Block)}
     return {"": TrainConfig, **blocks}

@@ -32,7 +32,7 @@ def check_depth(tree: Any, place: str) -> None:
         ]
         if not level:
             return
-    raise ConfigError(f"{place}: {TOO_DEEP}: at most {MOST_LEVELS} levels were expected")
+    raise ConfigError(f"{place}: {TOO_DEEP}: expected at most {MOST_LEVELS} levels")
 
 
 def read_file(path: pathlib.Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
+        raise ConfigError(f"{path}: this file does not exist") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ def write_value(value: Any, place: str = "the value") -> str:
         case int() | float():
             return repr(value)
         case str() | pathlib.PurePath():
-            # A JSON string is a TOML string, but for the delete character, which TOML wants escaped.
+            # A JSON string is a TOML string, except for the delete character, which must be escaped in TOML.
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(write_value(item, place) for item in value) + "]"

@@ -1,4 +1,4 @@
-"""What the policy is asked, and what its answers are worth. `base` says how to write an environment of your own."""
+"""Environments: they ask the policy and reward its answers. `base` says how to write an environment of your own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMBERS = ("stop_token_ids", "problems", "max_turns", "digest", "prompt_lengths
 
 
 def make_task(config: EnvironmentConfig, tokenizer: Any, seed: int) -> Task:
-    """Make the task of a config. Faults of its files, functions and classes raise here, not in the first step."""
+    """Make the task of a config. Errors in its files, functions and classes raise here, not in the first step."""
     kind = config.task_class
     if config.kind in ("arithmetic", "calculator"):
         return kind(tokenizer, config.digits, seed)

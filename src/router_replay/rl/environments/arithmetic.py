@@ -11,31 +11,34 @@ from router_replay.rl.environments.text import ended_answer, prompt_tokens
 
 
 def question(first: int, second: int) -> str:
-    """The text of the prompt."""
+    """Return the text of the prompt."""
     return f"{first}+{second}="
 
 
 class ArithmeticTask(NumbersTask):
-    """Additions of two operands."""
+    """Ask for the sum of two operands."""
 
     max_turns: ClassVar[int | None] = 1
 
     def environment(self) -> ArithmeticEnvironment:
+        """Return a new environment, for one episode."""
         return ArithmeticEnvironment(self)
 
 
 class ArithmeticEnvironment:
-    """The reward is 1.0 for the right answer that the model ends itself, else 0.0."""
+    """Reward 1.0 for the right answer followed by the end of sequence, otherwise 0.0."""
 
     def __init__(self, task: ArithmeticTask) -> None:
         self._task = task
         self._answer = ""
 
     def reset(self, problem: int) -> tuple[int, ...]:
+        """Return the prompt of this problem number, such as 12+34=."""
         first, second = operands(self._task.seed, problem, count=2, digits=self._task.digits)
         self._answer = str(first + second)
         return prompt_tokens(self._task.tokenizer, question(first, second))
 
     def step(self, token_ids: Sequence[int]) -> Turn:
+        """Reward the answer and end the episode."""
         answer = ended_answer(self._task.tokenizer, token_ids, self._task.end)
         return Turn(reward=float(answer == self._answer))

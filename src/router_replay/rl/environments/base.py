@@ -1,4 +1,4 @@
-"""The protocol of an environment: tokens in, tokens out, and a reward.
+"""Define the protocol of an environment: it gets and returns token ids, and gives a reward.
 
     task = make_task(EnvironmentConfig(kind="calculator"), tokenizer, seed=0)
     environment = task.environment()                     # one per episode
@@ -19,8 +19,8 @@ To train on an environment of your own, write two classes and name the first one
         def step(self, token_ids): ...                   # -> Turn
 
 The settings under `environment.arguments` become keyword arguments: `highest = 60` calls
-`GuessTask(tokenizer, seed, highest=60)`. The module is looked for on the Python path, and last in the current folder.
-`examples/guess_environment.py` is a whole example with several turns.
+`GuessTask(tokenizer, seed, highest=60)`. The module is searched on the Python path, and last in the current folder.
+`examples/guess_environment.py` is a complete example with several turns.
 
 An episode ends when a turn is `done`, after `rollout.max_turns` turns, or when `engine.max_length` tokens are reached.
 Each turn samples at most `rollout.max_tokens` tokens. The history is never tokenised again: the next prompt is the last
@@ -39,50 +39,55 @@ from typing import ClassVar, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The environment's answer to what the policy wrote."""
+    """Hold the environment's answer to the tokens that the policy sampled in one turn.
+
+    - `reward`: a finite number, which is added to the episode's reward.
+    - `done`: whether the episode ends here.
+    - `observation`: tokens of the environment, which follow the completion in the next prompt.
+    - `prompt`: the whole next prompt, in place of `observation`, if the environment changes the history.
+    """
 
     reward: float = 0.0
-    """Added to the episode's reward; a finite number."""
     done: bool = True
-    """Whether the episode ends here."""
     observation: tuple[int, ...] = ()
-    """Tokens of the environment, appended after the completion."""
     prompt: tuple[int, ...] | None = None
-    """The whole next prompt, in place of an observation, where the environment rewrites history."""
 
 
 class Environment(Protocol):
-    """One episode."""
+    """Play one episode."""
 
     def reset(self, problem: int) -> Sequence[int]:
-        """Start the episode and return the prompt's tokens; the same problem number always gives the same prompt."""
+        """Start the episode and return the token ids of the prompt. The same `problem` must give the same prompt."""
         ...
 
     def step(self, token_ids: Sequence[int]) -> Turn:
-        """Answer the tokens that the policy sampled in this turn, its stop token included where there was one."""
+        """Answer `token_ids`, the tokens that the policy sampled in this turn. A stop token is included."""
         ...
 
 
 class Task(Protocol):
-    """What all episodes of a run share. Subclass it to inherit the defaults; only `environment` has none."""
+    """Hold what all episodes of a run share. A subclass inherits the defaults and must define `environment`."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a turn, besides the model's end of sequence."""
     problems: int | None = None
-    """How many problems there are, numbered from 0; None: without end."""
+    """The number of problems, which are numbered from 0; None: there is no last problem."""
     max_turns: ClassVar[int | None] = None
-    """The most turns that any episode takes; None: only `rollout.max_turns` limits them. It is set on the class, since
-    ranks that play no episodes read it too: dr_grpo divides by the longest possible episode."""
+    """The maximum number of turns of an episode; None: only `rollout.max_turns` limits them. Set it on the class:
+    dr_grpo divides by the longest possible episode, so ranks that make no task object read it too."""
 
     @property
     def digest(self) -> str:
-        """Says which problems these are. `--resume` refuses to go on when the text is another one."""
+        """Return a text that identifies the problems. `--resume` refuses to continue a run if it has changed."""
         return f"problems of {type(self).__module__}.{type(self).__qualname__}"
 
     def prompt_lengths(self) -> Iterable[tuple[str, int]]:
-        """The place and the number of tokens of the prompts that are known at the start, to refuse those too long."""
+        """Return the place and the number of tokens of each prompt that is known at the start.
+
+        A prompt that is too long is then refused before the run starts, with its place in the message.
+        """
         return ()
 
     def environment(self) -> Environment:
-        """A new environment, for one episode."""
+        """Return a new environment, for one episode."""
         raise NotImplementedError(f"{type(self).__name__} must define environment(self)")

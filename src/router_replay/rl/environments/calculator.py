@@ -26,23 +26,23 @@ from router_replay.rl.environments.text import (
 OPERANDS = 3  # two calls: enough that the second one needs the first one's result
 CALL_ENDS = ">"
 NOT_UNDERSTOOD = "[!]"
-# What precedes the last < is the policy's own business; the limit keeps the numbers of a runaway policy small.
+# Any text may precede the last <. The limit of 18 digits keeps the numbers small, whatever the policy writes.
 _CALL = re.compile(r"<(\d{1,18})([-+*])(\d{1,18})>$")
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def question(numbers: Sequence[int]) -> str:
-    """The text of the prompt."""
+    """Return the text of the prompt."""
     return "+".join(map(str, numbers)) + "?"
 
 
 def call(first: int, second: int) -> str:
-    """The text of a call that adds two numbers."""
+    """Return the text of a call that adds two numbers."""
     return f"<{first}+{second}>"
 
 
 def reply(text: str) -> str:
-    """The calculator's answer to a turn that ended with a call."""
+    """Return the calculator's answer to a turn that ended with a call."""
     found = _CALL.search(text.strip())
     if found is None:
         return NOT_UNDERSTOOD
@@ -51,7 +51,7 @@ def reply(text: str) -> str:
 
 
 class CalculatorTask(NumbersTask):
-    """Sums of three operands."""
+    """Ask for the sum of three operands."""
 
     def __init__(self, tokenizer: Any, digits: int, seed: int) -> None:
         super().__init__(tokenizer, digits, seed)
@@ -59,22 +59,25 @@ class CalculatorTask(NumbersTask):
         self.stop_token_ids = (self.call_ends,)
 
     def environment(self) -> CalculatorEnvironment:
+        """Return a new environment, for one episode."""
         return CalculatorEnvironment(self)
 
 
 class CalculatorEnvironment:
-    """The reward is 1.0 for the right answer that the model ends itself, with or without calls, else 0.0."""
+    """Reward 1.0 for the right answer followed by the end of sequence, with or without calls, otherwise 0.0."""
 
     def __init__(self, task: CalculatorTask) -> None:
         self._task = task
         self._answer = ""
 
     def reset(self, problem: int) -> tuple[int, ...]:
+        """Return the prompt of this problem number, such as 12+34+56?."""
         numbers = operands(self._task.seed, problem, OPERANDS, self._task.digits)
         self._answer = str(sum(numbers))
         return prompt_tokens(self._task.tokenizer, question(numbers))
 
     def step(self, token_ids: Sequence[int]) -> Turn:
+        """Answer a call with its result; reward any other turn as the answer, and end the episode."""
         tokenizer = self._task.tokenizer
         if token_ids and token_ids[-1] == self._task.call_ends:
             text = reply(str(tokenizer.decode(list(token_ids))))

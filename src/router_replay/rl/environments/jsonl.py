@@ -1,4 +1,4 @@
-"""Prompts and answers from a file with one JSON object per line. A function of the user gives the rewards.
+"""Read prompts and answers from a file with one JSON object per line. A function of the user returns the rewards.
 
     {"prompt": "12+34=", "answer": "46"}
     {"prompt": [{"role": "user", "content": "What is 12+34?"}], "answer": "46"}
@@ -26,7 +26,7 @@ from router_replay.rl.environments.text import prompt_tokens
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """One line of the file."""
+    """Hold one line of the file; `line` is its number."""
 
     line: int
     prompt: str | list[dict[str, Any]]
@@ -35,13 +35,15 @@ class Problem:
 
 
 class JsonlTask(Task):
-    """The problems of a file: its lines in order, without blank ones."""
+    """Ask the problems of a file: its lines in order, without blank ones."""
 
     max_turns: ClassVar[int | None] = 1
 
     def __init__(self, tokenizer: Any, file: str, reward: str) -> None:
         if not file:
-            raise ConfigError('environment.kind = "jsonl" needs environment.file: the file of prompts and answers')
+            raise ConfigError(
+                'environment.kind = "jsonl" needs environment.file: set it to the file of prompts and answers'
+            )
         self.tokenizer = tokenizer
         self.reward = RewardFunction(reward)
         self.file = file
@@ -50,34 +52,38 @@ class JsonlTask(Task):
 
     @property
     def digest(self) -> str:
-        """A digest of prompts and answers. The name and the layout of the file do not matter."""
+        """Return a digest of prompts and answers. The name and the layout of the file do not matter."""
         digest = hashlib.sha256()
         for problem in self.lines:
             digest.update(json.dumps([problem.prompt, problem.answer], sort_keys=True).encode() + b"\n")
         return f"{len(self.lines)} problems (digest {digest.hexdigest()[:16]})"
 
     def prompt_lengths(self) -> Iterable[tuple[str, int]]:
+        """Return the file and line, and the number of tokens, of every prompt."""
         return ((f"{self.file}, line {problem.line}", len(problem.token_ids)) for problem in self.lines)
 
     def environment(self) -> JsonlEnvironment:
+        """Return a new environment, for one episode."""
         return JsonlEnvironment(self)
 
 
 class JsonlEnvironment:
-    """One turn. The reward function gets the prompt as the file has it and the completion without special tokens."""
+    """Play one turn. The reward function gets the prompt of the file, and the completion without special tokens."""
 
     def __init__(self, task: JsonlTask) -> None:
         self._task = task
         self._problem = 0
 
     def reset(self, problem: int) -> tuple[int, ...]:
+        """Return the prompt of this problem number."""
         lines = self._task.lines
         if not 0 <= problem < len(lines):
-            raise TrainError(f"problem {problem} was asked for, and the file has 0 to {len(lines) - 1}")
+            raise TrainError(f"expected a problem number from 0 to {len(lines) - 1}, got {problem}")
         self._problem = problem
         return tuple(lines[problem].token_ids.tolist())
 
     def step(self, token_ids: Sequence[int]) -> Turn:
+        """Call the reward function and end the episode."""
         line = self._task.lines[self._problem]
         completion = str(self._task.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return Turn(reward=self._task.reward(self._problem, line.prompt, completion, line.answer))
@@ -98,7 +104,7 @@ def read_problems(file: pathlib.Path, tokenizer: Any) -> list[Problem]:
             except ConfigError as error:
                 raise ConfigError(f"{file}, line {number}: {error}") from error.__cause__
     if not problems:
-        raise ConfigError(f"{file} has no problems: one JSON object per line was expected")
+        raise ConfigError(f"{file} has no problems: expected one JSON object per line")
     return problems
 
 
@@ -108,18 +114,18 @@ def _problem(number: int, line: bytes, tokenizer: Any) -> Problem:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f'an object with "prompt" and "answer" was expected, got {fields!r:.80}')
+        raise ConfigError(f'expected an object with "prompt" and "answer", got {fields!r:.80}')
     for name in ("prompt", "answer"):
         if name not in fields:
-            raise ConfigError(f'the field "{name}" is missing; there are {sorted(fields)}')
+            raise ConfigError(f'the field "{name}" is missing; this object has {sorted(fields)}')
     prompt = fields["prompt"]
     _check_prompt(prompt)
     try:
         token_ids = _tokens(prompt, tokenizer)
-    except Exception as error:  # a template of the model's own, or a character that the tokenizer does not know
+    except Exception as error:  # from the chat template, or for a character that the tokenizer does not know
         raise ConfigError(f"the prompt cannot be tokenised: {type(error).__name__}: {error}") from error
     if not token_ids:
-        raise ConfigError("the prompt has no tokens")
+        raise ConfigError("the prompt has no tokens: expected at least one")
     return Problem(number, prompt, fields["answer"], np.array(token_ids, np.int32))
 
 

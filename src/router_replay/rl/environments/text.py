@@ -9,17 +9,17 @@ from router_replay.errors import ConfigError
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text that starts a sequence, with the special tokens that the tokenizer adds there."""
+    """Return the tokens of a text that starts a sequence, with the special tokens that the tokenizer adds there."""
     return tuple(tokenizer.encode(text))
 
 
 def further_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of a text that follows other tokens, without special tokens."""
+    """Return the tokens of a text that follows other tokens, without special tokens."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def one_token(tokenizer: Any, text: str) -> int:
-    """The id of a text that must be a single token, since the engine stops at it; else a ConfigError."""
+    """Return the id of a text that must be one token, because the engine stops at it; otherwise raise ConfigError."""
     tokens = further_tokens(tokenizer, text)
     if len(tokens) != 1:
         raise ConfigError(
@@ -30,18 +30,18 @@ def one_token(tokenizer: Any, text: str) -> int:
 
 
 def end_of_sequence(tokenizer: Any) -> int:
-    """The id of the end-of-sequence token; a ConfigError if there is none."""
+    """Return the id of the end-of-sequence token; raise ConfigError if there is none."""
     token = tokenizer.eos_token_id
     if token is None:
         raise ConfigError(
-            "the environment rewards an answer that the model ends itself, and this tokenizer has no eos_token: "
-            "set it in the model folder's tokenizer_config.json"
+            "the environment rewards only answers that end with the end of sequence, but this tokenizer has no "
+            "eos_token: set it in the model folder's tokenizer_config.json"
         )
     return int(token)
 
 
 def ended_answer(tokenizer: Any, token_ids: Sequence[int], end: int) -> str | None:
-    """The text before the end of sequence; None if the model did not end the answer itself."""
+    """Return the text before the end of sequence `end`; None if the tokens do not end with it."""
     if not token_ids or token_ids[-1] != end:
         return None
     return str(tokenizer.decode(list(token_ids[:-1]))).strip()

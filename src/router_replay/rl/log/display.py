@@ -35,7 +35,10 @@ COLUMNS: tuple[tuple[str, str, Kind], ...] = (
 
 
 class Display:
-    """The progress of one run of `steps` steps, of which `done` were finished by an earlier process."""
+    """Show the progress of one run of `steps` steps, of which `done` were finished by an earlier process.
+
+    `title` is shown before the progress. `console` and `clock` can be replaced in tests.
+    """
 
     def __init__(
         self,
@@ -45,12 +48,12 @@ class Display:
         done: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Variables like FORCE_COLOR make rich take a log file for a terminal: the file itself is asked instead.
+        # With variables like FORCE_COLOR, rich would treat a log file as a terminal, so ask the file itself.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
         self._steps, self._title, self._done, self._clock = steps, _printable(title), done, clock
         self._phase = "starting"
         self._step_began = clock()
-        # Replaced, never changed: rich draws from a thread of its own.
+        # These lists are replaced, never changed in place, because rich draws from another thread.
         self._rows: list[tuple[int, list[str]]] = []
         self._seconds: list[float] = []
         self._spinner = Spinner("dots")
@@ -70,7 +73,7 @@ class Display:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Show what the current step is doing."""
+        """Show the name of the current phase."""
         self._phase = _printable(name)
         if self._live is not None:
             self._live.refresh()
@@ -125,20 +128,23 @@ class Display:
 
 
 class Quiet:
-    """A Display that shows nothing, for the ranks that are not the first."""
+    """Take the place of Display on all ranks but the first, and show nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def phase(self, name: str) -> None: ...
+    def phase(self, name: str) -> None:
+        """Do nothing."""
 
-    def step(self, step: int, values: Mapping[str, float]) -> None: ...
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Do nothing."""
 
 
 def _printable(text: str) -> str:
-    """The text without characters that would move the cursor or break the line."""
+    """Return the text without characters that would move the cursor or break the line."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -29,7 +29,7 @@ __all__ = ["NAMES", "MetricsWriter", "read_metrics"]
 NAMES: dict[str, str] = {
     "reward": "mean reward of the step's episodes",
     "reward/std": "standard deviation of the reward over the step's episodes",
-    "groups_without_signal": "share of groups whose episodes all got the same reward: they teach nothing",
+    "groups_without_signal": "share of groups whose episodes all got the same reward: nothing is learned from them",
     "response_length": "mean number of sampled tokens per episode",
     "turns": "mean number of turns per episode",
     "mismatch/k1": "KL(engine to trainer) as the mean of rollout - old log-prob; may be negative",
@@ -41,31 +41,31 @@ NAMES: dict[str, str] = {
     "routes/replayed": "rows that were replayed, over all of the step's passes",
     "routes/live": "rows that the trainer's own router decided, over all of the step's passes",
     "loss": "mean loss over the step's mini-batches",
-    "reference_kl": "KL to the reference model (k3), before its weight; only with a reference model",
+    "reference_kl": "KL to the reference model (k3), without the factor reference.kl; only with a reference model",
     "ppo_kl": "mean of old - new log-prob over the mini-batches: how far the step moved the policy",
     "clip_fraction": "share of tokens whose probability ratio was clipped and that gave no gradient",
-    "truncated_fraction": "share of tokens whose importance weight old / rollout was cut; only with that weight",
+    "truncated_fraction": "share of tokens whose weight old / rollout was cut; only with loss.truncated_importance",
     "entropy": "mean of -log-prob of the sampled tokens, in nats: an estimate of the policy's entropy",
     "grad_norm": "norm of the gradient before clipping, mean over the mini-batches",
     "lr": "learning rate of the step's last update",
     "tokens": "tokens in the step's batch, prompts included",
-    "tokens_per_second": "the step's tokens by seconds/step",
+    "tokens_per_second": "tokens divided by seconds/step",
     "version": "policy version that the engine samples with after the step",
-    "seconds/rollout": "time of sampling all episodes, without seconds/reward",
+    "seconds/rollout": "time to sample all episodes, without seconds/reward",
     "seconds/reward": "time in the environments and reward functions",
     "seconds/score": "time of the old-policy (and reference) log-prob passes",
     "seconds/update": "time of forward, backward and optimizer over all mini-batches",
     "seconds/sync": "time to get the new weights into the engine",
-    "seconds/checkpoint": "time that the checkpoint before this step took; only where there was one",
+    "seconds/checkpoint": "time of the checkpoint that was written just before this step, if there was one",
     "seconds/step": "time of the whole step",
 }
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl, and also to TensorBoard and wandb if `logging` asks for them. `sinks` names those in use.
+    """Write metrics.jsonl in `folder`, and also to TensorBoard and wandb if `logging` asks for them.
 
-    `config` goes to config.json, which the report reads. `done` is the number of finished steps: lines of later steps
-    are dropped from the file, since these steps run again.
+    `config` is written to config.json, which the report reads. `done` is the number of finished steps: lines of later
+    steps are dropped from the file, because these steps run again. The attribute `sinks` names the outputs in use.
     """
 
     def __init__(self, folder: pathlib.Path, logging: LoggingConfig, config: Mapping[str, Any], done: int = 0) -> None:
@@ -87,11 +87,13 @@ class MetricsWriter:
         """Write the values of one step. A value that is not finite is written as null, since JSON has no NaN."""
         _check_names(values)
         if step <= self._last_step:
-            raise MeasureError(f"step {step} comes after step {self._last_step} in {self._path}: write each step once")
+            raise MeasureError(
+                f"step {step} cannot follow step {self._last_step} in {self._path}: write each step once, in order"
+            )
         line = {"step": step, **{name: _plain(value) for name, value in values.items()}}
         try:
             self._file.write(_line(line))
-            self._file.flush()  # one short write: a kill leaves the line whole or without its end
+            self._file.flush()  # one short write: after a kill the line is complete or cut, never mixed with another
         except OSError as error:
             raise TrainError(f"{self._path}: the line of step {step} could not be written: {error.strerror}") from error
         self._last_step = step
@@ -105,7 +107,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file and the other sinks."""
-        with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
+        with contextlib.suppress(OSError):  # a line that could not be written has raised its error before
             self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -123,12 +125,14 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"write {near[0]!r} if that is meant, or " if near else ""
-            raise MeasureError(f"{name!r} is no documented metric: {hint}give it its line in metrics.NAMES first")
+            hint = f"write {near[0]!r} if you mean that, or " if near else ""
+            raise MeasureError(
+                f"{name!r} is not a documented metric: {hint}add it to NAMES in router_replay/rl/log/metrics.py first"
+            )
 
 
 def _plain(value: Any) -> float | None:
-    """A Python number from a NumPy or torch scalar; None if it is not finite."""
+    """Return a Python number from a NumPy or torch scalar; None if it is not finite."""
     if isinstance(value, numbers.Integral):
         return int(value)
     value = float(value)

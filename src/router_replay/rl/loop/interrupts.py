@@ -1,4 +1,4 @@
-"""End a run on Ctrl-C between two states that can be saved, never in the middle of one.
+"""End a run on Ctrl-C only where its state can be saved.
 
 with Interrupts() as interrupts:
     ...                        # KeyboardInterrupt at once: nothing has changed yet
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Handles SIGINT and SIGTERM. With `at_once=False` they only set `asked`, since ranks must agree to stop."""
+    """Handle SIGINT and SIGTERM. With `at_once=False` they only set `asked`, because ranks must agree to stop."""
 
     def __init__(self, at_once: bool = True) -> None:
         self.asked = False

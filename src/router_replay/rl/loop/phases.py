@@ -13,7 +13,7 @@ CHECKPOINT = "seconds/checkpoint"
 
 
 class Phases:
-    """Names the phase of a step and measures it. `seconds` goes into the step's metrics."""
+    """Name the phase of a step and measure it. `seconds` goes into the step's metrics."""
 
     def __init__(self, display: Display | Quiet, watch: Watch | NoWatch) -> None:
         self._display, self._watch = display, watch
@@ -34,11 +34,13 @@ class Phases:
         return {**seconds, "seconds/step": time.perf_counter() - self._started}
 
     def say(self, phase: str) -> None:
+        """Show the phase on the display, and tell it to the watch."""
         self._display.phase(phase)
         self._watch.phase(phase)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Name the phase of the block, and add its time to `seconds`; not if the block raises."""
         self.say(name)
         started = time.perf_counter()
         yield

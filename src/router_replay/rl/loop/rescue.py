@@ -20,17 +20,17 @@ def saving_on_failure(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_everywhere(run, error):  # the other ranks wait elsewhere, and saving needs all of them
+        if not _is_everywhere(run, error):  # saving needs all ranks, and the others have not raised
             raise
         run.ranks.watch.agreed = True
         if isinstance(error, CheckpointError):  # a second save would fail again
             raise
         saved = _saved_in_words(run, between_updates=isinstance(error, RouterReplayError))
         if isinstance(error, KeyboardInterrupt):
-            raise TrainError(f"stopped at step {run.progress.step}; {saved}; go on with --resume") from error
+            raise TrainError(f"stopped at step {run.progress.step}; {saved}; continue with --resume") from error
         known = not_an_exit(error)
         if isinstance(known, RouterReplayError):
-            raise type(known)(f"step {run.progress.step}: {known}\n{saved}; go on with --resume") from error
+            raise type(known)(f"step {run.progress.step}: {known}\n{saved}; continue with --resume") from error
         run.display.note(saved)
         raise
 
@@ -41,7 +41,7 @@ def not_an_exit(error: BaseException) -> BaseException:
     sys.exit inside a run would end it with an arbitrary status, possibly 0, and without a message.
     """
     if isinstance(error, SystemExit):
-        return TrainError(f"something in this run called sys.exit({error.code!r}); a run ends by raising")
+        return TrainError(f"code of this run called sys.exit({error.code!r}); raise an exception instead to end a run")
     return error
 
 
@@ -70,15 +70,15 @@ def _save_what_there_is(run: Run, between_updates: bool) -> str:
         run.progress = dataclasses.replace(run.progress, updates=run.policy.updates)
         run.save()
         said.append(
-            f"the weights with the updates of this step that were done are saved in {checkpoints.latest(output)}, "
-            "and the step is played again from there"
+            f"the weights with the finished updates of this step are saved in {checkpoints.latest(output)}, "
+            "and --resume runs the step again from there"
         )
     elif touched:  # weights of half a step: stored separately, and not used by --resume
         where = output / "failed" / f"step_{step:06}"
         run.save_to(where, dataclasses.replace(run.progress, updates=run.policy.updates), keep=1)
         last = checkpoints.latest(output)
-        whole = f"the last whole checkpoint is {last}" if last else "there is no whole checkpoint: it starts anew"
-        said.append(f"weights in the middle of the step are in {where}, {whole}")
+        whole = f"the last complete checkpoint is {last}" if last else "there is no checkpoint, so --resume starts over"
+        said.append(f"the weights in the middle of the step are in {where} and are not resumed from, {whole}")
     else:
         if run.saved_step != step:
             run.save()

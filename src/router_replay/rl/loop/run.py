@@ -61,8 +61,8 @@ class Run:
     def _load(self, checkpoint: pathlib.Path | None) -> None:
         """Load the problems, the settings, the model and the checkpoint.
 
-        The first rank reads the problems and compares the settings before the model is loaded, since they are often
-        refused.
+        The first rank reads the problems and compares the settings before it loads the model, because these are the
+        most frequent errors.
         """
         self.phases.say("loading the model")
         folder = checkpoint or model_folder(self.config.model.path)
@@ -122,6 +122,7 @@ class Run:
         self.saved_step = self.progress.step
 
     def save_to(self, output: pathlib.Path, progress: Progress, keep: int) -> None:
+        """Write a checkpoint below `output`, and remove the oldest ones beyond `keep`. All ranks must call it."""
         record = None if self.first is None else self.first.record.as_json()
         checkpoints.save(self.policy, progress, self._tokenizer, output, keep, self.ranks, record)
 
@@ -147,7 +148,7 @@ class Run:
 
         torchrun ends all ranks when one has left, so each must report the reason.
         """
-        text = f"the first rank failed; {type(failure).__name__}: {failure}".encode()
+        text = f"the first rank failed: {type(failure).__name__}: {failure}".encode()
         told = self.ranks.scatter([text] * self.ranks.world if self.ranks.is_first else None)
         return failure or TrainError(told.decode())
 
@@ -165,7 +166,9 @@ class Run:
         if resume:
             return found
         if found is not None:
-            raise ConfigError(f"{output} holds a run already ({found}): pass --resume to go on, or set another output")
+            raise ConfigError(
+                f"{output} already holds a run ({found}): pass --resume to continue it, or set another output"
+            )
         return None
 
     @contextlib.contextmanager

@@ -28,22 +28,26 @@ from router_replay.rl.config import LossConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """Hold what the loss needs for each slot of a micro-batch.
+    """Hold what the loss needs for each slot of a micro-batch. All tensors have the shape [T].
 
-    Every sequence must be complete, because gspo and the mean over sequences use all of its tokens; its slots may be
-    anywhere. `sequences` need not start at 0 or be dense; -1 is padding.
+    - `logprobs`: log-probs of the current policy ("now"), with gradient.
+    - `old_logprobs`: log-probs of the old-policy pass.
+    - `rollout_logprobs`: log-probs of the engine at the time of sampling.
+    - `advantages`: the advantage A of each slot's episode.
+    - `mask`: bool; True for slots whose label bears loss.
+    - `sequences`: int64; the number of each slot's sequence. Numbers need not start at 0 or be dense; -1 is padding.
+    - `reference_logprobs`: log-probs of the reference model, or None if there is none.
+
+    Every sequence must be complete, because gspo and the mean over sequences use all of its tokens. Its slots may be
+    anywhere. Raise BatchError if the shapes differ, or if `mask` is not bool.
     """
 
     logprobs: Tensor
-    """Log-probs of the current policy, with gradient."""
     old_logprobs: Tensor
-    """Log-probs of the old-policy pass."""
     rollout_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
-    """bool: slots whose label has a loss."""
     sequences: Tensor
-    """int64: the sequence of each slot."""
     reference_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -58,34 +62,41 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Hold the divisors of the sums, counted over the whole mini-batch on all ranks."""
+    """Hold the divisors of the sums, counted over the whole mini-batch on all ranks. All must be at least 1.
+
+    `tokens`: the number of tokens that bear loss. `sequences`: the number of sequences. `max_tokens`: the maximum
+    number of tokens that an episode can sample, the constant of Dr.GRPO.
+    """
 
     tokens: int
-    """Number of tokens with a loss."""
     sequences: int
     max_tokens: int
-    """The maximum number of tokens of a completion: the constant of Dr.GRPO."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.sequences, self.max_tokens) < 1:
-            raise TrainError(f"a mini-batch without tokens that bear loss has no mean: {self}")
+            raise TrainError(
+                f"expected at least 1 of each, got {self}: a mini-batch without tokens that bear loss has no mean"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossSums:
-    """Hold sums over the masked slots, as detached 0-d float64 device tensors; `a + b` adds two micro-batches."""
+    """Hold sums over the masked slots, as detached 0-d float64 device tensors; `a + b` adds two micro-batches.
+
+    - `tokens`: the number of masked slots.
+    - `ppo_kl`: sum of old - now, an estimate of KL(old || now).
+    - `clipped`: the number of tokens whose gradient the clip removed; for gspo, all tokens of such sequences.
+    - `kl`: sum of k3 to the reference model; 0 without one.
+    - `entropy`: sum of -now of the sampled tokens, an estimate of the entropy.
+    - `truncated`: the number of tokens whose importance weight was above the cap.
+    """
 
     tokens: Tensor
     ppo_kl: Tensor
-    """old - now: an estimate of KL(old || now)."""
     clipped: Tensor
-    """Tokens whose gradient was removed by the clip; for gspo, all tokens of such sequences."""
     kl: Tensor
-    """k3 to the reference model; 0 without one."""
     entropy: Tensor
-    """-logprob of the sampled tokens: an estimate of the entropy."""
     truncated: Tensor
-    """Tokens whose importance weight was above the cap."""
 
     def __add__(self, other: LossSums) -> LossSums:
         names = [field.name for field in dataclasses.fields(self)]
@@ -95,11 +106,20 @@ class LossSums:
 def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.0) -> tuple[Tensor, LossSums]:
     """Return the micro-batch's share of the mini-batch's loss, and sums for the metrics.
 
+    loss = -mean(weight * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) - kl * k3)
+
+    `slots` has the tensors, and `config` the kind, the clip and the importance weight (`[loss]` in docs/training.md).
+    `totals` has the divisors of the mean, counted over the whole mini-batch. `kl` is the weight of the KL to the
+    reference model (the setting `reference.kl`). Raise ConfigError if `kl` is not 0 and there are no reference
+    log-probs.
+
     With one token, now = -1.0, old = -1.5, A = 2.0 and the clip at 1.28: the ratio exp(0.5) = 1.65 is clipped,
     the loss is -(1.28 * 2.0) = -2.56, and its gradient is 0.
     """
     if kl and slots.reference_logprobs is None:
-        raise ConfigError(f"reference.kl = {kl} needs the reference model's log-probs, and there are none")
+        raise ConfigError(
+            f"reference.kl = {kl} needs the reference model's log-probs, but Slots.reference_logprobs is None"
+        )
     slots = _zero_outside_mask(slots)
     if config.kind == "gspo":
         ratio = sequence_ratio(slots.logprobs, slots.old_logprobs, slots.mask, slots.sequences)
@@ -126,15 +146,22 @@ def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return exp(now - old) of each token: 2.0 for now = ln 0.5, old = ln 0.25."""
+    """Return the ratio of each token, exp(now - old).
+
+    `logprobs` are those of the current policy (now), `old_logprobs` those of the old one. now = ln 0.5 and
+    old = ln 0.25 give 2.0.
+    """
     return torch.exp(logprobs - old_logprobs)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
-    """Return GSPO's ratio, exp(mean of now - old over the sequence's masked tokens), at each slot.
+    """Return GSPO's ratio at each slot: exp(mean of now - old over the masked tokens of its sequence).
+
+    `logprobs` are those of the current policy (now), `old_logprobs` those of the old one. `mask` says which slots
+    count, and `sequences` is the number of each slot's sequence. Slots outside the mask must hold finite values.
 
     Token ratios 2.0 and 8.0 of one sequence give 4.0 at both. The gradient of a slot reaches all tokens of its
-    sequence. Slots outside the mask must hold finite values.
+    sequence.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     return torch.exp(_sum_of_sequence(log_ratio, sequences) / _tokens_of_sequence(mask, sequences))
@@ -143,6 +170,8 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return PPO's objective, to be maximised: min(ratio * A, clip(ratio, 1 - low, 1 + high) * A).
 
+    `ratio` is that of the token or of its sequence, and `advantages` has A of each token.
+
     With low = 0.2 and high = 0.28: ratio 2.0 gives 1.28 for A = 1 (no gradient) and -2.0 for A = -1 (with gradient);
     ratio 0.5 gives 0.5 for A = 1 (with gradient) and -0.8 for A = -1 (no gradient).
     """
@@ -150,44 +179,55 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return where the clip removed the gradient: ratio above 1 + high with A > 0, below 1 - low with A < 0."""
+    """Return where the clip removed the gradient, as a bool tensor.
+
+    That is where `ratio` is above 1 + `high` and A > 0, or below 1 - `low` and A < 0. `advantages` has A of each token.
+    """
     return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
 
 
 def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
     """Return the truncated importance weight min(exp(old - rollout), cap) of each token, without gradient.
 
-    With cap = 2.0: old = ln 0.5 gives 1.25 for rollout = ln 0.4, and 2.0, not 5.0, for rollout = ln 0.1.
+    `old_logprobs` are those of the old-policy pass (old), `rollout_logprobs` those of the engine (rollout). With
+    `cap` = 2.0: old = ln 0.5 gives 1.25 for rollout = ln 0.4, and 2.0, not 5.0, for rollout = ln 0.1.
     """
     return token_ratio(old_logprobs, rollout_logprobs).detach().clamp(max=cap)
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimate KL(now || reference) as exp(d) - 1 - d with d = reference - now; it is never negative.
+    """Estimate KL(now || reference) of each token as exp(d) - 1 - d with d = reference - now; it is never negative.
 
-    0.3069 = 2 - 1 - ln 2 where the reference gives the token twice the probability; 0 where they agree.
+    `logprobs` are those of the current policy (now), `reference_logprobs` those of the reference model. The estimate
+    is 2 - 1 - ln 2 = 0.3069 where the reference gives the token twice the probability, and 0 where they agree.
     """
     difference = reference_logprobs - logprobs
     return torch.expm1(difference) - difference
 
 
 def token_mean(values: Tensor, totals: Totals) -> Tensor:
-    """Return sum / tokens. Sequences [1, 1, 1] and [5]: 8 / 4 = 2."""
+    """Return sum(values) / totals.tokens, the mean of GRPO over tokens.
+
+    `values` must be 0 outside the mask. Sequences [1, 1, 1] and [5] give 8 / 4 = 2.
+    """
     return values.sum() / totals.tokens
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequences: Tensor, totals: Totals) -> Tensor:
-    """Return the mean over sequences of their masked token means. Sequences [1, 1, 1] and [5]: (1 + 5) / 2 = 3.
+    """Return the mean over sequences of their masked token means.
 
-    GSPO uses it too, since its values are equal at all tokens of a sequence. `values` must be 0 outside the mask.
+    The formula is sum(values / masked tokens of the sequence) / totals.sequences. `values` must be 0 outside the
+    `mask`; `sequences` is the number of each slot's sequence. Sequences [1, 1, 1] and [5] give (1 + 5) / 2 = 3. GSPO
+    uses this mean too, because its values are equal at all tokens of a sequence.
     """
     return (values / _tokens_of_sequence(mask, sequences)).sum() / totals.sequences
 
 
 def constant_mean(values: Tensor, totals: Totals) -> Tensor:
-    """Return Dr.GRPO's sum / (sequences * max_tokens), in which a token counts the same in any sequence length.
+    """Return Dr.GRPO's sum(values) / (totals.sequences * totals.max_tokens).
 
-    Sequences [1, 1, 1] and [5] with max_tokens = 4: 8 / (2 * 4) = 1.
+    The divisor does not depend on the length of a sequence, so each token counts the same. `values` must be 0 outside
+    the mask. Sequences [1, 1, 1] and [5] with max_tokens = 4 give 8 / (2 * 4) = 1.
     """
     return values.sum() / (totals.sequences * totals.max_tokens)
 

@@ -25,7 +25,7 @@ WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class LoadError(ConfigError):
-    """Report that `file` of a model folder cannot be used."""
+    """A model folder cannot be used. `file` is the name of the file that is wrong."""
 
     def __init__(self, message: str, file: str) -> None:
         super().__init__(message)
@@ -39,13 +39,14 @@ def model_folder(path: str) -> pathlib.Path:
     folder = pathlib.Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path is {path!r}, which is no folder with a config.json: give a folder that save_pretrained wrote, "
+            f"the model path {path!r} is not a folder with a config.json: give a folder that save_pretrained wrote, "
             'or "tiny"'
         )
     return folder
 
 
 def load_tokenizer(folder: pathlib.Path) -> Any:
+    """Load the tokenizer of a model folder; raise LoadError if transformers cannot."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain exceptions

@@ -69,7 +69,7 @@ class Policy:
         )
         self.updates = 0
         self._counted = self.replayer.stats
-        self._beside: list[Stats] = []  # not seen by the replayer: passes without replay, and comparisons
+        self._beside: list[Stats] = []  # counts that the replayer does not have: passes without replay, and comparisons
         self._reference = _Reference(config, ranks) if config.reference.kl else None
 
     # -- the two passes -------------------------------------------------------------------------
@@ -81,7 +81,10 @@ class Policy:
         return [self._score(micro) for micro in mini.micro]
 
     def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
-        """Make one optimizer step over the mini-batch. A loss that is not finite raises before any weight changes."""
+        """Make one optimizer step over the mini-batch, and return its loss and other figures for the metrics.
+
+        Raise NotFiniteError, before any weight changes, if the loss or the gradient is not finite.
+        """
         config, ranks = self._config, self._ranks
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -188,13 +191,13 @@ class Policy:
     def _refuse_not_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
             raise NotFiniteError(
-                f"{name} is {value} at optimizer step {self.updates}; the weights were not touched by this step. "
+                f"{name} is {value} at optimizer step {self.updates}; this step did not change the weights. "
                 "A lower optimizer.lr, a lower optimizer.max_grad_norm or loss.truncated_importance may help"
             )
 
 
 class _Reference:
-    """Hold a frozen model beside the policy; the two share nothing."""
+    """Hold a frozen model beside the policy. The two share no weights and no state."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks

@@ -1,6 +1,6 @@
-"""Which process this is, and how the processes of a run share the work.
+"""Describe which process this is, and how the processes of a run share the work.
 
-`torchrun --nproc-per-node N` starts N of them; without it there is one. With Ulysses over P, ranks
+`torchrun --nproc-per-node N` starts N processes; without it there is one. With Ulysses over P, ranks
 [0, P) share each sequence of the first replica, [P, 2P) those of the second, and so on.
 """
 
@@ -26,12 +26,15 @@ from router_replay.rl.processes.watch import NoWatch, Watch
 # The timeout of one collective. The other ranks wait in one while the first rank plays rollouts. The watch sees whether
 # the first rank makes progress, and ends a run that hangs long before this.
 PATIENCE = datetime.timedelta(hours=12)
-_runs = itertools.count()  # of this process, since a store outlives a run
+_runs = itertools.count()  # the runs of this process so far; one store can serve several runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Describe this process among `world`. `group` holds the ranks that share its sequences, or None if it is alone."""
+    """Describe this process, number `rank` of `world`. `ulysses` ranks share each sequence.
+
+    `group` is the process group of the ranks that share this rank's sequences, or None if nothing is shared.
+    """
 
     rank: int
     world: int
@@ -42,6 +45,7 @@ class Ranks:
 
     @property
     def replicas(self) -> int:
+        """Return the number of groups of ranks that each work on sequences of their own."""
         return self.world // self.ulysses
 
     @property
@@ -51,6 +55,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Return whether this is the rank that has the engine, the environments and the files."""
         return self.rank == 0
 
     def scatter(self, parts: Sequence[bytes | bytearray] | None) -> bytes:
@@ -69,7 +74,10 @@ class Ranks:
         return bytes(parts[0])
 
     def gather(self, values: np.ndarray) -> list[np.ndarray]:
-        """Return the float32 arrays of all ranks on the first rank, else nothing. Only their last axis may differ."""
+        """Return the float32 arrays of all ranks on the first rank, and an empty list on the others.
+
+        The shapes may differ in the last axis only.
+        """
         if self.world == 1:
             return [values]
         lengths = torch.zeros(self.world, dtype=torch.int64)
@@ -87,11 +95,13 @@ class Ranks:
         return [one.numpy() for one in gathered]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over all ranks; it is computed in place. All ranks must call it."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
+        """Return whether `flag` is True on any rank. All ranks must call it."""
         return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
 
 
@@ -101,11 +111,12 @@ def _as_tensor(message: bytes | bytearray) -> torch.Tensor:
 
 
 def world_size() -> int:
+    """Return the number of processes of this run, as torchrun set it; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Join the other processes. A single one needs a process group too where FSDP2 keeps its master weights."""
+    """Join the other processes. A single process also needs a process group if FSDP2 holds its master weights."""
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -142,7 +153,7 @@ def leave(here: Ranks | None = None, failed: bool = False) -> None:
     watch = NoWatch() if here is None else here.watch
     if not failed:
         watch.close()
-    gc.collect()  # what still held a group, and its threads, would end them when the interpreter is half gone
+    gc.collect()  # an object that still holds a group would end its threads late, while the interpreter shuts down
     if dist.is_initialized():
         dist.destroy_process_group()
     watch.close()
@@ -157,7 +168,7 @@ def _store(timeout: float) -> Any:
         store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
     except (RuntimeError, ValueError) as error:
         raise TrainError(
-            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not find the others within "
+            f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not reach the other ranks within "
             f"{timeout:g} s (trainer.rank_timeout) at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
             f"{error}"
         ) from error
@@ -172,7 +183,7 @@ def _own_part(store: Any) -> Any:
 
 def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('model.device is "cuda", but torch sees no GPU here')
+        raise ConfigError('model.device = "cuda", but torch finds no GPU on this machine: set it to "cpu" or "auto"')
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -23,34 +23,41 @@ INTERVAL = 0.5
 GRACE = 10.0
 """Seconds that a main thread has to leave a broken collective and close the engine before it is ended."""
 HEARD = 5.0
-"""Seconds that a failed rank waits for the others to get its message: torchrun ends all when the first one is gone."""
+"""Seconds that a failed rank waits for the others to get its message: torchrun ends all ranks when one has ended."""
 _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
 class RankFailed(TrainError):
-    """Report that another rank failed or hangs; this rank was told, and has printed it."""
+    """Another rank failed or hangs. This rank has already printed the message."""
 
     printed = True
 
 
 class NoWatch:
-    """The watch of a rank that runs alone: it does nothing."""
+    """Take the place of Watch in a run of one process, and do nothing."""
 
     agreed = False
     give_up: Callable[[], object] | None = None
 
-    def phase(self, name: str) -> None: ...
+    def phase(self, name: str) -> None:
+        """Do nothing."""
 
-    def beat(self) -> None: ...
+    def beat(self) -> None:
+        """Do nothing."""
 
     def failed(self, error: BaseException) -> BaseException:
+        """Return `error`: there is no other rank to tell."""
         return error
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Watch:
-    """Watch one rank. `store` is torch's store of the run, on a connection that nothing else uses."""
+    """Watch one rank. `store` is torch's store of the run, on a connection that nothing else uses.
+
+    `rank` is this rank of `world`. `timeout` is the setting `trainer.rank_timeout`, in seconds.
+    """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
         self.agreed = False
@@ -70,6 +77,7 @@ class Watch:
     # -- the main thread ------------------------------------------------------------------------
 
     def phase(self, name: str) -> None:
+        """Note that this rank enters the phase `name`, which messages about it then show."""
         self._phase = name
         self.beat()
 
@@ -78,23 +86,24 @@ class Watch:
         self._count += 1
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of `error`. Returns what to raise here; another rank may have failed first."""
+        """Tell the other ranks of `error`. Return what to raise here; another rank may have failed first."""
         if self.agreed or isinstance(error, RankFailed):
             return error
         self._raised = True
         text = f"rank {self._rank} failed in phase {self._phase!r}: {_in_words(error)}"
         try:
             first = self._tell(text, [self._rank])
-        except RuntimeError:  # the store is gone, and so is everybody who could be told
+        except RuntimeError:  # without the store there is no other rank to tell
             return error
         if first != text:
             self._print(first)
             return RankFailed(first)
-        self._told.acquire(blocking=False)  # whoever catches the error prints it
+        self._told.acquire(blocking=False)  # the caller prints the error, so this thread does not
         self._wait_until_heard()
         return error
 
     def close(self) -> None:
+        """End the thread of the watch."""
         self._ended.set()
         self._thread.join(timeout=GRACE)
 
@@ -126,7 +135,7 @@ class Watch:
         """Return whether the main thread is inside a collective, and its innermost line of Python."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
-            return False, "nowhere"
+            return False, "an unknown line"
         place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         while frame is not None:
             if _COLLECTIVE in frame.f_code.co_filename:
@@ -150,15 +159,15 @@ class Watch:
         named = "; ".join(f"rank {rank} {self._seen[rank].in_words()}" for rank in guilty)
         waiting = [rank for rank in self._seen if rank not in guilty]
         rest = "".join(f"; rank {rank} {self._seen[rank].in_words()}" for rank in waiting[:3])
-        self._tell(f"no rank got on for {self._timeout:g} s (trainer.rank_timeout): {named}{rest}", guilty)
+        self._tell(f"no rank made progress for {self._timeout:g} s (trainer.rank_timeout): {named}{rest}", guilty)
 
     def _judge_first(self) -> None:
         if self._seen[0].silent > self._timeout:
             words = self._seen[0].in_words()
-            self._tell(f"the first rank is silent for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
+            self._tell(f"no report of rank 0 for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
 
     def _tell(self, text: str, ranks: list[int]) -> str:
-        """Tell the other ranks of a failure, unless one was told before. Returns the text of the first failure."""
+        """Tell the other ranks of a failure, unless one was told before. Return the text of the first failure."""
         told = self._store.compare_set(FAILED, "", json.dumps({"text": text, "ranks": ranks}))
         return str(json.loads(told)["text"])
 
@@ -181,16 +190,16 @@ class Watch:
         self._exit()
 
     def _end_without_store(self, error: RuntimeError) -> None:
-        if self._ended.wait(GRACE):  # the run is over, and whoever had the store was the first to leave
+        if self._ended.wait(GRACE):  # the run is over, and the process with the store ended first
             return
         self._print(
-            f"rank {self._rank} in phase {self._phase!r} lost the store of the run: the first rank or torchrun is gone "
-            f"({_in_words(error)})"
+            f"rank {self._rank} in phase {self._phase!r} lost the connection to the store of the run: the first rank "
+            f"or torchrun has ended ({_in_words(error)})"
         )
         self._exit()
 
     def _exit(self) -> None:
-        if self.give_up is not None:  # which may hang as well
+        if self.give_up is not None:  # closing may hang as well
             closing = threading.Thread(target=self.give_up, daemon=True)
             closing.start()
             closing.join(GRACE)
@@ -211,7 +220,7 @@ class Watch:
 
 
 class _Seen:
-    """Hold what is known of another rank, by this rank's clock."""
+    """Hold what is known of one rank. All times are those of this rank's clock."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -227,20 +236,20 @@ class _Seen:
 
     @property
     def silent(self) -> float:
-        """Return the seconds without a sign of life."""
+        """Return the seconds since the rank last reported."""
         return time.monotonic() - self._alive
 
     @property
     def idle(self) -> float:
-        """Return the seconds without progress."""
+        """Return the seconds since the rank last made progress."""
         return time.monotonic() - self._moved
 
     def in_words(self) -> str:
         if not self.state:
-            return "never came"
+            return "never joined the run"
         place = f"in phase {self.state['phase']!r} at {self.state['place']}"
         if self.silent > GRACE:
-            return f"gives no sign of life for {self.silent:.0f} s, and was last seen {place}"
+            return f"has not reported for {self.silent:.0f} s, and was last seen {place}"
         return f"{'waits' if self.state['waits'] else 'is'} {place}"
 
 

@@ -1,4 +1,4 @@
-"""From problems to samples: play episodes with an engine, compare their rewards, and make samples of them."""
+"""Play episodes with an engine, compare their rewards, and turn them into samples."""
 
 from router_replay.rl.rollout.rollout import Episode, Rollout, seed_of
 

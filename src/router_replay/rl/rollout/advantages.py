@@ -1,4 +1,4 @@
-"""Advantages: how much better an episode did than the others that had the same problem."""
+"""Compute advantages: how much better an episode did than the others of the same problem."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[int], kind: LossKind) -> np.ndarray:
-    """The advantage of each episode, float64, in the order given; `groups` says which problem it had.
+    """Return the advantage of each episode, float64, in the order given.
+
+    `rewards` has the reward of each episode, `groups` the number of its group, and `kind` is the loss.
 
         group_advantages([1, 0, 5, 5], groups=[7, 7, 3, 3], kind="grpo")     # [1, -1, 0, 0], nearly
         group_advantages([1, 0, 5, 5], groups=[7, 7, 3, 3], kind="dr_grpo")  # [0.5, -0.5, 0, 0]
 
-    (reward - mean) / (std + 1e-6) over the group for grpo and gspo, with the standard deviation of the group itself
-    (divided by n, not n - 1); reward - mean for dr_grpo, since the division favours problems that are nearly always
-    or nearly never solved. A group whose rewards are all equal gives exact zeros.
+    For grpo and gspo the advantage is (reward - mean) / (std + 1e-6) over the group, with the standard deviation of the
+    group itself (divided by n, not n - 1). For dr_grpo it is reward - mean, because the division favours problems that
+    are nearly always or nearly never solved. A group whose rewards are all equal gives exact zeros. Raise RewardError
+    if a reward is not finite.
     """
     values = _checked(rewards, groups)
     numbers = np.asarray(groups)

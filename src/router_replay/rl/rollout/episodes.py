@@ -18,7 +18,7 @@ from router_replay.rl.rollout.rollout import Episode
 
 
 def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bool) -> tuple[list[Sample], list[int]]:
-    """One sample per trajectory with the advantage of its episode, and for each sample the number of its episode."""
+    """Return one sample per trajectory with the advantage of its episode, and the episode number of each sample."""
     rewards = [episode.reward for episode in episodes]
     advantages = group_advantages(rewards, [episode.group for episode in episodes], config.loss.kind)
     samples, numbers = [], []
@@ -33,7 +33,7 @@ def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bo
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The metrics of a step that depend on its episodes alone."""
+    """Return the metrics of a step that depend on its episodes alone."""
     rewards = np.array([episode.reward for episode in episodes])
     groups = np.array([episode.group for episode in episodes])
     flat = [np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]
@@ -48,8 +48,10 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> str:
-    """Write the episodes to `path`. Returns a text that says whether it worked, and never raises for a full disk:
-    this runs while another error is handled, and must not hide it."""
+    """Write the episodes to `path`. Return a text that says whether it worked.
+
+    It does not raise for a full disk, because it runs while another error is handled and must not hide that error.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_episodes(episodes, path)
@@ -61,7 +63,7 @@ def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> str:
 
 
 def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
-    """One JSON object per trajectory; `routes` is base64 of router_replay.wire bytes."""
+    """Write one JSON object per trajectory; `routes` is base64 of router_replay.wire bytes."""
     with path.open("w", encoding="utf-8") as file:
         for episode in episodes:
             for trajectory in episode.trajectories:

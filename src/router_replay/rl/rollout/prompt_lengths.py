@@ -1,4 +1,4 @@
-"""Find prompts that are too long at the start of a run, not in the step that comes to them."""
+"""Find prompts that are too long at the start of a run, not in the step that uses them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ def check_prompt_lengths(task: Task, config: TrainConfig) -> list[str]:
         lengths = list(task.prompt_lengths())
     for place, length in lengths:
         longest = min(length + answer, limit)
+        padded = -(-longest // multiple) * multiple
         if length >= limit:
             refused.append(
                 f"{place}: the prompt has {length} tokens and leaves no room for an answer: engine.max_length is "
-                f"{limit}; raise it, or leave the prompt out"
+                f"{limit}; raise it, or remove the prompt"
             )
-        elif -(-longest // multiple) * multiple > slots:
+        elif padded > slots:
             refused.append(
-                f"{place}: the prompt of {length} tokens and its answer can have {longest} together, and one pass of "
-                f"the trainer takes {slots} (trainer.max_tokens); raise it, or lower rollout.max_tokens"
+                f"{place}: the prompt of {length} tokens and its answer can have {longest} tokens together"
+                + (f" ({padded} when padded for trainer.ulysses = {multiple})" if padded > longest else "")
+                + f", but one pass of the trainer takes {slots} (trainer.max_tokens); raise it, or lower "
+                "rollout.max_tokens"
             )
         elif length + answer > limit:
             cut.append(place)
     if refused:
         more = [f"... and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
-        raise ConfigError("\n  ".join(["there are prompts that do not fit", *refused[:SHOWN], *more]))
+        raise ConfigError("\n  ".join(["some prompts are too long", *refused[:SHOWN], *more]))
     if not cut:
         return []
     return [
         f"{len(cut)} prompts, such as {cut[0]}, leave room for less than rollout.max_tokens = {answer} tokens: "
-        f"engine.max_length = {limit} cuts their answers"
+        f"engine.max_length = {limit} cuts their answers; raise it to avoid this"
     ]

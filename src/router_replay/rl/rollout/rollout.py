@@ -26,7 +26,11 @@ from router_replay.stitch import Trajectory
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One environment, played to its end. It has several trajectories if the environment rewrote its history."""
+    """Hold one environment and what was played in it so far.
+
+    `number` counts the episodes of a step, `group` its problems; `problem` is the number of the problem in the task.
+    `prompt` is the next prompt. There are several `trajectories` if the environment rewrote its history.
+    """
 
     number: int
     group: int
@@ -40,12 +44,12 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
-        """The number of tokens that the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
 
 
 class Rollout:
-    """The episodes of one training step. They stay in `episodes` as far as they were played when `run` raises.
+    """Play the episodes of one training step. If `run` raises, `episodes` holds what was played until then.
 
     `problems` are the problem numbers, each of which gets `config.group` episodes. `max_length` limits prompt and
     completion together. `seed` decides all samples of the step. `on_turn` is called before each turn.
@@ -81,10 +85,10 @@ class Rollout:
             requests = self._first_requests() if turn == 0 else [self._request(e, turn) for e in waiting]
             completions = self._engine.generate(requests)
             if len(completions) != len(waiting):
-                raise EngineError(f"{len(waiting)} episodes asked, {len(completions)} completions came")
+                raise EngineError(f"expected {len(waiting)} completions, one per episode, got {len(completions)}")
             prompts = [request.token_ids for request in requests for _ in range(request.sampling.n)]
             turns = list(zip(waiting, prompts, completions, strict=True))
-            for turn_of in turns:  # all of them first: what is sampled is kept, whatever an environment raises
+            for turn_of in turns:  # append all completions first, so that they are kept if an environment raises
                 self._append(*turn_of)
             for turn_of in turns:
                 self._take(*turn_of)
@@ -100,17 +104,17 @@ class Rollout:
         if not self._room(episode):
             raise RewardError(
                 f"problem {problem}: its prompt of {len(prompt)} tokens leaves no room for an answer: "
-                f"engine.max_length is {self._max_length}"
+                f"engine.max_length is {self._max_length}; raise it, or use shorter prompts"
             )
         if self.episodes and self.episodes[-1].group == group and self.episodes[-1].prompt != prompt:
-            raise RewardError(f"problem {problem}: reset gave two different prompts for one problem number")
+            raise RewardError(f"problem {problem}: reset must return the same prompt each time, got two different ones")
         return episode
 
     def _room(self, episode: Episode) -> int:
         return max(0, min(self._config.max_tokens, self._max_length - len(episode.prompt)))
 
     def _first_requests(self) -> list[Request]:
-        """One request per group: its episodes share a prompt, so the engine computes it once."""
+        """Return one request per group: its episodes share a prompt, so the engine computes it once."""
         return [self._request(episode, 0, n=self._config.group) for episode in self.episodes[:: self._config.group]]
 
     def _request(self, episode: Episode, turn: int, n: int = 1) -> Request:
@@ -128,7 +132,7 @@ class Rollout:
 
     def _append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         if completion.finish_reason == "abort":
-            raise EngineError(f"{completion.request_id}: the engine aborted a rollout that nobody stopped")
+            raise EngineError(f"{completion.request_id}: the engine aborted a request that the trainer did not abort")
         current = episode.trajectories[-1]
         taken = current.append(
             prompt,
@@ -158,12 +162,12 @@ class Rollout:
         finally:
             self.seconds_in_environments += time.perf_counter() - started
         if not isinstance(turn, Turn):
-            raise RewardError(f"problem {episode.problem}: {name} must give a Turn, got {turn!r:.80}")
+            raise RewardError(f"problem {episode.problem}: {name} must return a Turn, got {turn!r:.80}")
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
         return turn
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed for one request. Neighbouring numbers give unrelated seeds, since engines add the sample's index to it."""
+    """Return a seed for one request. Nearby numbers give unrelated seeds: engines add the sample index to the seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1

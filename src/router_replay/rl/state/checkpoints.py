@@ -36,12 +36,15 @@ UNFINISHED = (".writing_", ".replaced_")  # what a kill during `save` leaves
 
 
 class CheckpointError(TrainError):
-    """Report that a checkpoint could not be written. Every rank raises it; a second try would fail again."""
+    """A checkpoint could not be written. Every rank raises it; a second try would fail again."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Hold how far a run is. `step` steps are done; the next one starts at problem number `problem`."""
+    """Hold how far a run is: `step` steps and `updates` optimizer steps are done.
+
+    `version` is the policy version of the engine. The next step starts at problem number `problem`.
+    """
 
     step: int = 0
     version: int = 0
@@ -97,29 +100,30 @@ def save(
             failure = _not_written(final, needed, error)
         else:
             _prune(output, keep)
-    if ranks.any(failure is not None):  # no rank continues, and perhaps dies, before it is written
+    if ranks.any(failure is not None):  # every rank waits here until the checkpoint is written
         raise failure or CheckpointError(f"the first rank could not write the checkpoint of step {progress.step}")
 
 
 def read_progress(folder: pathlib.Path) -> Progress:
+    """Return the progress of a checkpoint; raise TrainError if its file is damaged."""
     try:
         fields = json.loads((folder / PROGRESS).read_text())
         progress = Progress(**fields)
         if not all(type(value) is int and value >= 0 for value in fields.values()):
-            raise ValueError(f"whole numbers were expected, got {fields}")
+            raise ValueError(f"expected whole numbers of 0 or more, got {fields}")
         if re.fullmatch(r"step_\d+", folder.name) and folder.name != _name(progress.step):
-            raise ValueError(f"it says step {progress.step}, the folder's name another one")
+            raise ValueError(f"it says step {progress.step}, but the folder has the name {folder.name}")
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise damaged(folder, PROGRESS, error) from error
     return progress
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Return the settings that the checkpoint was made with, or None if an older version did not write them."""
+    """Return the settings that the checkpoint was made with, or None if it has no run.json (older versions)."""
     try:
         record = json.loads((folder / RECORD).read_text())
         if not isinstance(record, dict):
-            raise ValueError(f"an object was expected, got {record!r:.80}")
+            raise ValueError(f"expected an object, got {record!r:.80}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -130,7 +134,7 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
 def restore(policy: Policy, folder: pathlib.Path) -> None:
     """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
 
-    Every rank reads the whole optimizer state and keeps its share. Raises TrainError if a file is damaged.
+    Every rank reads the whole optimizer state and keeps its share. Raise TrainError if a file is damaged.
     """
     settings = [{name: value for name, value in group.items() if name != "params"} for group in _groups(policy)]
     try:
@@ -149,11 +153,11 @@ def restore(policy: Policy, folder: pathlib.Path) -> None:
 def damaged(folder: pathlib.Path, file: str, error: Exception) -> TrainError:
     """Return the error for a checkpoint that cannot be read; it names the previous checkpoint."""
     others = [path for path in found(folder.parent.parent) if path != folder]
-    remedy = "there is no other checkpoint in this run: start it anew with another output"
+    remedy = "this run has no other checkpoint: start a new run with another output"
     if others:
-        remedy = f"move the folder away and pass --resume again to go on from {others[-1]}"
+        remedy = f"move the folder away and pass --resume again to continue from {others[-1]}"
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return TrainError(f"{folder / file} cannot be read, the checkpoint is damaged ({reason}); {remedy}")
+    return TrainError(f"{folder / file} cannot be read: the checkpoint is damaged ({reason}); {remedy}")
 
 
 def _name(step: int) -> str:
@@ -178,7 +182,7 @@ def _make_room(parent: pathlib.Path, needed: int) -> None:
         for left in parent.glob(f"{prefix}step_*"):
             shutil.rmtree(left, ignore_errors=True)
     if shutil.disk_usage(parent).free < needed:
-        raise OSError("the disk is too full for it")
+        raise OSError("the disk has not enough free space")
 
 
 def _put_in_place(side: pathlib.Path, final: pathlib.Path) -> None:
@@ -211,14 +215,14 @@ def _is_ours(path: pathlib.Path) -> bool:
 def _not_written(final: pathlib.Path, needed: int, error: Exception) -> CheckpointError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     try:
-        room = f"{_size(shutil.disk_usage(final.parent).free)} are free there"
+        room = f"the disk has {_size(shutil.disk_usage(final.parent).free)} free"
     except OSError:
-        room = "the folder cannot be looked into"
+        room = "the free space of the disk is unknown"
     whole = latest(final.parent.parent)
-    last = f"the last whole checkpoint is {whole}" if whole else "there is no whole checkpoint"
+    last = f"the last complete checkpoint is {whole}" if whole else "there is no complete checkpoint"
     return CheckpointError(
-        f"the checkpoint {final} could not be written: {reason}. It needs about {_size(needed)}, and {room}. What was "
-        f"written of it is removed, and {last}: make room, then go on with --resume"
+        f"the checkpoint {final} could not be written: {reason}. It needs about {_size(needed)}, and {room}. The "
+        f"unfinished checkpoint was removed, and {last}: free some space, then continue with --resume"
     )
 
 

@@ -1,7 +1,7 @@
 """Lock the output folder of a run, so that a second run cannot overwrite the first one.
 
     with hold(config.output) as note:
-        ...                        # nobody else trains into this folder meanwhile
+        ...                        # no other run can use this folder
 
 The lock is an flock on a file in the folder. The kernel releases it when the process ends, even after kill -9, so a
 lock is never stale. The file itself stays: removing it would let two processes lock two files of the same name.
@@ -54,7 +54,7 @@ def _lock(handle: int, folder: pathlib.Path) -> str | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise
-        return f"the file system of {folder} has no locks ({error.strerror}): see to it that no other run writes there"
+        return f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run writes there"
     return None
 
 
@@ -72,11 +72,11 @@ def _holder(handle: int) -> str:
         signed = json.loads(os.pread(handle, 4096, 0))
         return f"process {signed['pid']} on host {signed['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock but has not written its name yet
-        return "which has not said its process id yet"
+        return "whose process id is not known yet"
 
 
 def _forget_in_child() -> None:
-    """Close the lock in a forked child, such as an engine's, which would otherwise keep it after our death."""
+    """Close the lock in a forked child, such as an engine's, which would otherwise keep it when this process ends."""
     for handle in _held:
         os.close(handle)
     _held.clear()

@@ -25,7 +25,10 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Hold the settings of a run so far. `history` lists what each `--resume` changed, and from which step on."""
+    """Hold the settings of a run: `config`, a fingerprint of `model`, a digest of `problems`, and `processes`.
+
+    `history` lists what each `--resume` changed, and from which step on.
+    """
 
     config: dict[str, Any]
     model: str
@@ -35,20 +38,25 @@ class RunRecord:
 
     @classmethod
     def of(cls, config: TrainConfig, task: Task) -> Self:
+        """Return the record of a run that starts now with these settings."""
         model = fingerprint(model_folder(config.model.path))
         return cls(config.model_dump(mode="json"), model, task.digest, world_size())
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], place: pathlib.Path) -> Self:
+        """Return the record that `saved`, the JSON of the file `place`, holds; raise TrainError if it is not one."""
         try:
             record = cls(**{**saved, "history": tuple(saved["history"])})
             if not isinstance(record.config, dict):
-                raise TypeError("config is no object")
+                raise TypeError("config is not an object")
         except (KeyError, TypeError) as error:
-            raise TrainError(f"{place} is not the record of a run ({error}): take the checkpoint before it") from error
+            raise TrainError(
+                f"{place} is not the record of a run ({error}): move this checkpoint away to use the one before it"
+            ) from error
         return record
 
     def as_json(self) -> dict[str, Any]:
+        """Return the contents of run.json."""
         return dataclasses.asdict(self)
 
     def for_config_file(self) -> dict[str, Any]:
@@ -58,7 +66,7 @@ class RunRecord:
     def going_on_from(self, before: RunRecord, step: int, output: pathlib.Path) -> Self:
         """Return this record with the history of `before`; raise ConfigError if `before` is a different run."""
         if refused := _refusals(before, self):
-            way_out = "set them back to go on, or set another output for a new run"
+            way_out = "set them back to continue it, or set another output for a new run"
             raise config_error(f"--resume: {output} holds a run with other settings; {way_out}", refused)
         changes = _changes(before.config, self.config)
         if before.processes not in (None, self.processes):  # not a setting: any number is allowed
@@ -85,7 +93,7 @@ def record_of(
         return now, []
     saved = checkpoints.read_record(checkpoint)
     if saved is None:
-        return now, [f"{checkpoint} does not say with which settings it was made: they are not compared"]
+        return now, [f"{checkpoint} has no run.json with the settings that it was made with, so they are not compared"]
     before = RunRecord.read(saved, checkpoint / checkpoints.RECORD)
     record = now.going_on_from(before, step, config.output)
     return record, record.notes(step)

@@ -12,9 +12,9 @@ from router_replay.errors import EngineError
 
 
 class Segment:
-    """Hold the segment, which is created at the first write.
+    """Hold the segment for the weights of `model`. The first write creates it.
 
-    If shared memory has no room for it (a container's 64 MB), it is not created.
+    It is not created if shared memory has no room for it: many containers have 64 MB.
     """
 
     def __init__(self, model: Any) -> None:
@@ -37,5 +37,6 @@ class Segment:
         return self._weights
 
     def close(self) -> None:
+        """Remove the segment, if there is one."""
         if self._weights is not None:
             self._weights.close()

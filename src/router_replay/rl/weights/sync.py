@@ -26,13 +26,16 @@ from router_replay.rl.weights.shared import Segment
 
 
 class WeightSync:
-    """Give an engine each new version of the policy. Only the first rank has one."""
+    """Give an engine each new version of the policy. Only the first rank has this object.
+
+    `routers` are the names of the modules that route; their weights are never rounded to FP8.
+    """
 
     def __init__(self, config: EngineConfig, model: Any, routers: frozenset[str]) -> None:
         self._config, self._model, self._routers = config, model, routers
         self._segment = Segment(model)
         wanted = [pathlib.Path(config.weights)] if config.weights else []
-        for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # wherever a run may write
+        for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # all folders a run may use
             sweep(folder)
         bytes_of_two = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
         self._closing = contextlib.ExitStack()
@@ -47,8 +50,8 @@ class WeightSync:
             made = tempfile.mkdtemp(prefix=own_prefix(), dir=where)
         except OSError as error:
             raise ConfigError(
-                f"engine.weights: there is no writing to {where or tempfile.gettempdir()} ({error.strerror}); name a "
-                "folder that engine and trainer both see"
+                f"engine.weights: {where or tempfile.gettempdir()} cannot be written to ({error.strerror}); set it to "
+                "a folder that engine and trainer can both use"
             ) from error
         self._closing.callback(shutil.rmtree, made, ignore_errors=True)
         in_use = os.open(made, os.O_RDONLY)
@@ -66,12 +69,13 @@ class WeightSync:
             shutil.rmtree(folder, ignore_errors=True)
             reason = str(error).strip().partition("\n")[0]
             raise EngineError(
-                f"the weights for the engine could not be written to {folder}: {reason}. Make room, or name another "
-                "folder with engine.weights"
+                f"the weights for the engine could not be written to {folder}: {reason}. Free some space, or set "
+                "engine.weights to another folder"
             ) from error
         return folder
 
     def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load the weights of `state` into the engine as this version, and remove the files of older ones."""
         kind = self._config.kind
         if kind == "embedded":
             engine.update_weights(self.for_engine(state), version)
@@ -84,6 +88,7 @@ class WeightSync:
                 shutil.rmtree(old)
 
     def for_engine(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights in the dtype of the engine, rounded to FP8 blocks if `engine.quantize` says so."""
         dtype = getattr(torch, self._config.dtype)
         rounded = self._config.quantize == "fp8"
         return {
@@ -92,6 +97,7 @@ class WeightSync:
         }
 
     def close(self) -> None:
+        """Remove the shared memory and the folder of the weights."""
         self._segment.close()
         self._closing.close()
 
@@ -110,7 +116,7 @@ def _roomy(wanted: str, needed: int) -> str | None:
         try:
             pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"engine.weights = {wanted!r} cannot be made a folder: {error}") from error
+            raise ConfigError(f"engine.weights = {wanted!r} cannot be created as a folder: {error}") from error
         return wanted
     with contextlib.suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free > needed:

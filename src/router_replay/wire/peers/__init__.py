@@ -1,9 +1,13 @@
-"""How other projects write routes on the wire: read with `from_*`, written with `to_*`.
+"""The formats in which other projects send routes: `from_*` reads one, `to_*` writes it.
 
-Every format here carries what the engine gave: a column for each decoder layer, dense ones included
-(as zeros). None carries policy versions. All but NeMo RL's have no way to say that a row is missing.
+Every format has a column for each decoder layer, as the engine returned them; dense layers hold zeros. No format has
+policy versions. Only NeMo RL's can mark a row as missing.
 
-Reading is strict, and raises WireError with the field; it never guesses a layout from a shape.
+Reading is strict: it raises WireError with the name of the field, and never guesses a layout from a shape.
+
+In all functions, `spec` is the RouterSpec of the model. `allow_zero_layers` has the meaning that it has in
+`Routes.from_engine`: with top_k 1, it accepts a layer whose rows are all expert 0, which otherwise counts as not
+captured from 64 rows on.
 """
 
 from router_replay.wire.peers.nemo import from_nemo, to_nemo

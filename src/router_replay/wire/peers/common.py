@@ -1,7 +1,7 @@
-"""What all peers' formats share: base64, raw arrays of a claimed shape, and columns for all layers.
+"""Functions that all formats use: base64, raw arrays of a given shape, and columns for all layers.
 
 Shapes: T rows (tokens), A all decoder layers, L routed layers, K slots (top_k).
-A `place` is the peer and its field, such as "prime-rl data"; every error opens with it.
+A `place` is the project and its field, such as "prime-rl data"; every error message begins with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 def decode_base64(text: Any, place: str) -> bytes:
-    """The bytes of canonical base64: one alphabet, no white space, exact padding, no stray bits."""
+    """Return the bytes of canonical base64: one alphabet, no white space, exact padding, no bits set after the data."""
     if not isinstance(text, str | bytes | bytearray | memoryview):
         raise WireError(f"{place}: expected base64 text, got {type(text).__name__}")
     try:
@@ -33,19 +33,20 @@ def decode_base64(text: Any, place: str) -> bytes:
         tail = bytes(text[-4:], "ascii") if isinstance(text, str) else bytes(text[-4:])
     except (ValueError, TypeError, BufferError) as error:
         raise WireError(f"{place}: not base64: {error}") from error
-    # Python's strict mode still takes surplus padding and set bits under the padding.
+    # Python's strict mode still accepts surplus padding, and bits that are set after the data.
     last = raw[len(raw) - (len(raw) % 3 or 3) :] if raw else b""
     if tail != binascii.b2a_base64(last, newline=False):
-        raise WireError(f"{place}: not base64: {len(text)} characters do not end as an encoding of {len(raw)} bytes")
+        raise WireError(f"{place}: not base64: the end of {len(text)} characters does not encode {len(raw)} bytes")
     return raw
 
 
 def encode_base64(data: Any) -> str:
+    """Return the base64 of a bytes-like object as text, without line ends."""
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def parse(value: Any, kind: type[T], peer: str) -> T:
-    """A typed object out of a dict, or a WireError that names the field."""
+    """Convert a dict to an object of the type `kind`; raise WireError with the field if it does not fit."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -53,7 +54,7 @@ def parse(value: Any, kind: type[T], peer: str) -> T:
 
 
 def parse_json(value: Any, peer: str) -> Any:
-    """What JSON text holds; anything that is not text is taken as parsed already."""
+    """Parse JSON text or bytes; return any other value unchanged, since it is parsed already."""
     if not isinstance(value, str | bytes | bytearray | memoryview):
         return value
     try:
@@ -63,7 +64,7 @@ def parse_json(value: Any, peer: str) -> Any:
 
 
 def raw_array(raw: bytes, dtype: np.dtype, shape: Sequence[int], peer: str, *, offset: int = 0) -> np.ndarray:
-    """A view of `raw` as [T, A, K]; the claimed shape is held against the bytes before anything is made."""
+    """Return a view of `raw` from `offset` on as [T, A, K]; raise WireError if the shape does not fit the bytes."""
     if len(shape) != 3 or min(shape) < 0:
         raise WireError(f"{peer} shape: expected [rows, all decoder layers, slots], got {list(shape)}")
     expected = math.prod(shape) * dtype.itemsize
@@ -73,7 +74,7 @@ def raw_array(raw: bytes, dtype: np.dtype, shape: Sequence[int], peer: str, *, o
         )
     try:
         return np.frombuffer(raw, dtype, offset=offset, count=math.prod(shape)).reshape(shape)
-    except (ValueError, OverflowError) as error:  # no bytes, and a dimension past what NumPy can count
+    except (ValueError, OverflowError) as error:  # an empty array with a dimension that is too large for NumPy
         raise WireError(f"{peer} shape: {list(shape)}: {error}") from error
 
 
@@ -85,16 +86,18 @@ def routes_of(
     allow_zero_layers: bool = False,
     captured: np.ndarray | None = None,
 ) -> Routes:
-    """The routed layers of a peer's array over all decoder layers, checked and in the spec's dtype.
+    """Return the routed layers of an array over all decoder layers, checked and in the spec's dtype.
 
-    Rows that are not `captured` hold zeros.
+    Rows that are not `captured` must hold zeros.
     """
     one_router_per_layer(spec, place)
     if array_TAK.dtype.kind == "i" and array_TAK.size and array_TAK.min() < 0:
-        # Dense columns are dropped below unread: a sign there would be missed.
+        # The columns of dense layers are dropped below without a check, so negative ids are refused here.
         row, layer, slot = np.argwhere(array_TAK < 0)[0].tolist()
         value = array_TAK[row, layer, slot]
-        raise WireError(f"{place}: row {row}, layer {layer}, slot {slot}: negative expert id {value}")
+        raise WireError(
+            f"{place}: row {row}, layer {layer}, slot {slot}: expected an expert id of 0 or more, got {value}"
+        )
     try:
         return Routes._from_engine(array_TAK, spec, allow_zero_layers, captured)
     except RoutesError as error:
@@ -102,7 +105,7 @@ def routes_of(
 
 
 def all_layers(routes: Routes, dtype: np.dtype, place: str) -> np.ndarray:
-    """Rows as an engine lays them out, [T, A, K]: zeros in dense layers; no copy where none is needed."""
+    """Return the rows as an engine returns them, [T, A, K], with zeros in dense layers; copied only if necessary."""
     spec = routes.spec
     one_router_per_layer(spec, place)
     if spec.layers == tuple(range(spec.engine_layers)):
@@ -113,14 +116,18 @@ def all_layers(routes: Routes, dtype: np.dtype, place: str) -> np.ndarray:
 
 
 def refuse_missing(routes: Routes, place: str) -> None:
+    """Raise WireError if a row is not captured, for formats that cannot mark missing rows."""
     if not routes.all_captured:
         raise WireError(
-            f"{place}: row {routes.first_missing} is not captured, and this format cannot say so; "
-            "cut the rows before it, or use wire.encode"
+            f"{place}: row {routes.first_missing} is not captured, and this format cannot mark missing rows; "
+            "write only the rows before it, or use wire.encode"
         )
 
 
 def one_router_per_layer(spec: RouterSpec, place: str) -> None:
+    """Raise WireError if a layer has two routers: the formats have one column per layer."""
     twice = [a for a, b in zip(spec.layers, spec.layers[1:], strict=False) if a == b]
     if twice:
-        raise WireError(f"{place}: layer {twice[0]} holds two routers, and this format has one column per layer")
+        raise WireError(
+            f"{place}: layer {twice[0]} has two routers, but this format has one column per layer; use wire.encode"
+        )

@@ -21,9 +21,10 @@ _LONGEST_HEAD = 80
 
 
 def from_nemo(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
-    """Read NeMo RL's text; a row that is -1 in every layer and slot is uncaptured, one that partly is raises.
+    """Read the `text` of NeMo RL for the model of `spec`.
 
-    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
+    A row that is -1 in every layer and slot is uncaptured. A row that is -1 in some of them raises WireError.
+    `allow_zero_layers` accepts layers whose rows are all expert 0, as in `Routes.from_engine`.
     """
     dtype, shape, data = _split(text)
     array_TAK = raw_array(decode_base64(data, _PLACE), dtype, shape, "NeMo RL")
@@ -35,17 +36,22 @@ def from_nemo(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = 
     if partly.any():
         row = int(np.argmax(partly))
         layer = int(np.argmax(absent_TAK[row].any(axis=1)))
-        raise WireError(f"{_PLACE}: row {row} is missing (-1) in layer {layer} but not in every layer and slot")
+        raise WireError(
+            f"{_PLACE}: row {row} has -1 (missing) in layer {layer}, expected it in every layer and slot or in none"
+        )
     filled_TAK = array_TAK.copy()
     filled_TAK[~captured] = 0
     return routes_of(filled_TAK, spec, _PLACE, allow_zero_layers=allow_zero_layers, captured=captured)
 
 
 def to_nemo(routes: Routes) -> str:
-    """Write rows as NeMo RL does: -1 in every layer of an uncaptured row, in a dtype of the model's."""
+    """Write `routes` as NeMo RL does: -1 in every layer of an uncaptured row.
+
+    The dtype is the narrowest signed one that holds the model's expert ids.
+    """
     experts = routes.spec.num_experts
     name = "int8" if experts <= 1 << 7 else "int16" if experts <= 1 << 15 else "int32"
-    array_TAK = all_layers(routes, _DTYPES[name], _PLACE)  # of another dtype than the ids, so ours to write
+    array_TAK = all_layers(routes, _DTYPES[name], _PLACE)  # another dtype than the ids, so this is a copy
     if not routes.all_captured:
         array_TAK[~routes.captured] = -1
     rows, layers, slots = array_TAK.shape
@@ -53,7 +59,7 @@ def to_nemo(routes: Routes) -> str:
 
 
 def _split(text: str | bytes) -> tuple[np.dtype, tuple[int, int, int], memoryview | str]:
-    """(dtype, shape, base64) of the text; the base64 is not copied where the text is bytes."""
+    """Return (dtype, shape, base64) of the text; if the text is bytes, the base64 is a view of it."""
     if not isinstance(text, str | bytes):
         raise WireError(f"NeMo RL text: expected nrlre1:<dtype>:SxLxK:<base64>, got {type(text).__name__}")
     head = text[:_LONGEST_HEAD]

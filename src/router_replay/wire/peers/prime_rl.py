@@ -43,9 +43,10 @@ def from_prime_rl(
     prompt_length: int | None = None,
     allow_zero_layers: bool = False,
 ) -> Routes:
-    """Read prime-rl's object, as a dict or as JSON; `peer_start(obj)` says where its rows begin.
+    """Read prime-rl's object `obj`, a dict or JSON, for the model of `spec`.
 
-    With `prompt_length`, a start beyond the prompt raises. `allow_zero_layers` is Routes.from_engine's.
+    `peer_start(obj)` returns the position of its first row. With `prompt_length`, a start beyond the prompt raises
+    WireError. `allow_zero_layers` accepts layers whose rows are all expert 0, as in `Routes.from_engine`.
     """
     return _read(_payload(obj, "prime-rl"), spec, prompt_length, allow_zero_layers, "prime-rl")
 
@@ -57,25 +58,29 @@ def from_dynamo(
     prompt_length: int | None = None,
     allow_zero_layers: bool = False,
 ) -> Routes:
-    """Read Dynamo's `nvext.routed_experts`, or the whole response that holds it.
+    """Read `obj`, Dynamo's `nvext.routed_experts` or the whole response with it, for the model of `spec`.
 
-    With `prompt_length`, a start beyond the prompt raises. `allow_zero_layers` is Routes.from_engine's.
+    `obj` is a dict or JSON. With `prompt_length`, a start beyond the prompt raises WireError. `allow_zero_layers`
+    accepts layers whose rows are all expert 0, as in `Routes.from_engine`.
     """
     return _read(_payload(obj, "Dynamo"), spec, prompt_length, allow_zero_layers, "Dynamo")
 
 
 def peer_start(obj: dict[str, Any] | str | bytes) -> int:
-    """The position of the first row of a prime-rl or Dynamo object: what to give to Trajectory.append."""
+    """Return the position of the first row of `obj`, a prime-rl or Dynamo object: the `start` of Trajectory.append."""
     return _payload(obj, "prime-rl / Dynamo").start
 
 
 def to_prime_rl(routes: Routes, start: int = 0) -> dict[str, Any]:
-    """Write rows as prime-rl does; the dtype is the model's, so that all turns of a sample agree."""
+    """Write `routes` as prime-rl does; `start` is the position of their first row.
+
+    The dtype depends on the model and not on the values, so all turns of a sample have the same one.
+    """
     return _write(routes, start, "prime-rl")
 
 
 def to_dynamo(routes: Routes, start: int = 0) -> dict[str, Any]:
-    """Write rows as Dynamo's `nvext.routed_experts`."""
+    """Write `routes` as Dynamo's `nvext.routed_experts`; `start` is the position of their first row."""
     return _write(routes, start, "Dynamo")
 
 
@@ -85,21 +90,21 @@ def _payload(obj: Any, peer: str) -> _Payload:
         nvext = value["nvext"]
         if not isinstance(nvext, dict) or "routed_experts" not in nvext:
             raise WireError(
-                f"{peer} nvext.routed_experts: absent from the response; ask for it by "
+                f"{peer} nvext.routed_experts: not in the response; request it with "
                 'nvext.extra_fields: ["routed_experts"]'
             )
         value = nvext["routed_experts"]
         if isinstance(value, str):
             raise WireError(
-                f"{peer} nvext.routed_experts: text instead of an object: this Dynamo stands in front of SGLang; "
-                "give the text to from_sglang"
+                f"{peer} nvext.routed_experts: expected an object, got text: this Dynamo is in front of SGLang; "
+                "pass the text to from_sglang"
             )
     return parse(value, _Payload, peer)
 
 
 def _read(payload: _Payload, spec: RouterSpec, prompt_length: int | None, allow_zero_layers: bool, peer: str) -> Routes:
     if prompt_length is not None and payload.start > exact_int(prompt_length, f"{peer} prompt_length", WireError):
-        raise WireError(f"{peer} start: {payload.start} lies beyond the prompt of {prompt_length} tokens")
+        raise WireError(f"{peer} start: expected at most prompt_length={prompt_length}, got {payload.start}")
     raw = decode_base64(payload.data, f"{peer} data")
     array = raw_array(raw, np.dtype(payload.dtype).newbyteorder("<"), payload.shape, peer)
     return routes_of(array, spec, f"{peer} data", allow_zero_layers=allow_zero_layers)

@@ -1,6 +1,6 @@
 """SGLang: `meta_info.routed_experts` is base64 of raw little-endian int32 over all decoder layers.
 
-There is no header: how many layers a row has must come from the spec, and is never inferred.
+There is no header: the number of layers of a row is taken from the spec and never inferred from the data.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _INT32 = np.dtype("<i4")
 
 
 def from_sglang(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
-    """Read the text of `meta_info.routed_experts` (or `sglext.routed_experts`).
+    """Read the `text` of `meta_info.routed_experts` (or `sglext.routed_experts`) for the model of `spec`.
 
-    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
+    `allow_zero_layers` accepts layers whose rows are all expert 0, as in `Routes.from_engine`.
     """
     raw = decode_base64(text, _PLACE)
     row_bytes = spec.engine_layers * spec.top_k * _INT32.itemsize
@@ -35,18 +35,18 @@ def from_sglang(text: str | bytes, spec: RouterSpec, *, allow_zero_layers: bool 
         hint = ""
         if spec.num_layers is None:
             hint = (
-                f"; the spec does not say how many decoder layers there are ({spec.engine_layers} was taken, up to "
-                "the last routed one): give num_layers to RouterSpec"
+                f"; the spec has no num_layers, so {spec.engine_layers} decoder layers were assumed (up to the last "
+                "routed one): pass num_layers to RouterSpec"
             )
         raise WireError(
-            f"{_PLACE}: {len(raw)} bytes are not whole rows of {spec.engine_layers} layers x {spec.top_k} int32 "
-            f"({row_bytes} bytes){hint}"
+            f"{_PLACE}: expected whole rows of {row_bytes} bytes ({spec.engine_layers} layers x {spec.top_k} int32), "
+            f"got {len(raw)} bytes{hint}"
         )
     array = raw_array(raw, _INT32, (rows, spec.engine_layers, spec.top_k), _PLACE)
     return routes_of(array, spec, _PLACE, allow_zero_layers=allow_zero_layers)
 
 
 def to_sglang(routes: Routes) -> str:
-    """Write rows as SGLang's `meta_info.routed_experts`."""
+    """Write `routes` as SGLang's `meta_info.routed_experts`."""
     refuse_missing(routes, _PLACE)
     return encode_base64(all_layers(routes, _INT32, _PLACE))

@@ -32,9 +32,10 @@ class _Payload(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def from_skyrl(obj: dict[str, Any] | str | bytes, spec: RouterSpec, *, allow_zero_layers: bool = False) -> Routes:
-    """Read SkyRL's object, as a dict or as JSON; its value-dependent dtype becomes the spec's.
+    """Read SkyRL's object `obj`, a dict or JSON, for the model of `spec`.
 
-    `allow_zero_layers` is Routes.from_engine's: with top_k 1, a layer of 64 rows can really be all expert 0.
+    The ids are converted to the spec's dtype; SkyRL's depends on the values. `allow_zero_layers` accepts layers whose
+    rows are all expert 0, as in `Routes.from_engine`.
     """
     payload = parse(parse_json(obj, "SkyRL"), _Payload, "SkyRL")
     raw = decode_base64(payload.data, "SkyRL data")
@@ -43,7 +44,7 @@ def from_skyrl(obj: dict[str, Any] | str | bytes, spec: RouterSpec, *, allow_zer
 
 
 def to_skyrl(routes: Routes) -> dict[str, Any]:
-    """Write rows as SkyRL does: in the narrowest of its dtypes for these values, since it refuses others."""
+    """Write `routes` as SkyRL does, in the narrowest of its dtypes that holds the values: SkyRL refuses any other."""
     refuse_missing(routes, "SkyRL data")
     largest = int(routes.ids.max(initial=0))
     dtype = np.dtype("u1" if largest < 1 << 8 else "<i2" if largest < 1 << 15 else "<i4")
