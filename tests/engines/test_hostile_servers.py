@@ -91,7 +91,7 @@ KINDS = {
         _sglang_logprobs,
     ),
     "dynamo": Kind(
-        lambda url, **more: DynamoEngine(url, SPEC, vocabulary=VOCABULARY, **more),
+        lambda url, **more: DynamoEngine(url, SPEC, vocabulary=VOCABULARY, end_of_sequence=[1], **more),
         "/v1/models",
         "/v1/completions",
         dynamo_answer,
@@ -114,6 +114,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
         }
         for kind in KINDS.values():
             stub.answers[kind.generates_by] = Reply(kind.answer())
+        vllm = stub.answers["/inference/v1/generate"]
+        # A client of Dynamo names the model, and its frontend is one without this route.
+        stub.answers["/inference/v1/generate"] = lambda body: dynamo_server.NO_ROUTE if "model" in body else vllm
         yield stub
 
 

@@ -3,7 +3,8 @@
 A seam says for which versions of vLLM it holds, and only those of the running version count. `register` checks them all
 before it changes anything. If one seam of the part "core" does not fit, nothing is
 patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
-leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the seams of its version.
+leave the engine core as vLLM sends them. Those of "precision" are needed if float32 routers are asked for.
+`report()["seams"]` of an engine contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery"]
+Part = Literal["core", "delivery", "precision"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
@@ -64,6 +65,7 @@ _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _ROUTERS = "vllm.model_executor.layers.fused_moe.router"
+_LINEAR = "vllm.model_executor.layers.linear"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
@@ -152,6 +154,9 @@ SEAMS: tuple[Seam, ...] = (
         "ignores Ctrl-C; the engine's owner handles it",
     ),
     Seam(
+        "vllm.outputs:RequestOutput", "add", "wrapped", "keeps the rows of merged answers", ("next_output", "aggregate")
+    ),
+    Seam(
         "vllm.v1.engine.core_client:MPClient",
         "__init__",
         "wrapped",
@@ -195,6 +200,23 @@ SEAMS: tuple[Seam, ...] = (
         ("routed_experts", "new_token_ids", "new_logprobs"),
         "delivery",
     ),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        "__init__",
+        "wrapped",
+        "the weights of a router become float32 before they are loaded",
+        ("gate", "shared_expert_gate", "layer_name"),
+        "precision",
+    ),
+    Seam(
+        f"{_LINEAR}:ReplicatedLinear",
+        "forward",
+        "called",
+        "a router computes its logits in float32",
+        ("x",),
+        "precision",
+    ),
+    Seam(f"{_LINEAR}:UnquantizedLinearMethod", "", "read", "quantized routers are refused", (), "precision"),
     Seam(
         "vllm.v1.outputs:LogprobsLists",
         "",

@@ -12,7 +12,7 @@ from typing import Any
 
 from router_replay import __version__
 from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, seams
-from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.engines.vllm.plugin.routes import delivery, precision
 from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
 from router_replay.engines.vllm.plugin.runner import Step, captures, watch
 from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
@@ -29,6 +29,7 @@ class WorkerState:
         import vllm
 
         runner = worker.model_runner
+        precision.refuse_unconverted(runner.get_model())
         self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
         self.rules: dict[str, int] = {}
