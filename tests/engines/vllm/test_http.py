@@ -476,4 +476,4 @@ def test_too_many_rows_are_an_error_of_the_request(vllm_http_engine: Engine, ser
 
     extra = {"extra_args": extra_arguments(random_routes(3, vllm_http_engine.spec))}
     status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})
-    assert (status, "3 forced rows, 2 prompt tokens" in answer["error"]["message"]) == (400, True)
+    assert (status, "3 forced rows for a prompt of 2 tokens" in answer["error"]["message"]) == (400, True)
