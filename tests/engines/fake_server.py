@@ -64,6 +64,7 @@ class FakeServer:
             "/version": Reply({"version": "0.30.0"}),
             "/inference/v1/generate": self._vllm,
             "/collective_rpc": self._workers,
+            "/get_world_size": Reply({"world_size": 1}),
             "/abort_requests": lambda body: self._abort(body["request_ids"]),
             "/pause": lambda _: self._pause(True),
             "/resume": lambda _: self._pause(False),

@@ -107,6 +107,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     with serving() as stub:
         stub.answers |= {
             "/version": Reply({"version": "0.30.0"}),
+            "/get_world_size": Reply({"world_size": 1}),
             "/server_info": Reply(sglang_server.INFO),
             "/model_info": Reply({"model_path": "/not/here", "weight_version": "default"}),
             "/v1/models": Reply({"data": [{"id": "moe"}]}),

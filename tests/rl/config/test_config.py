@@ -320,6 +320,7 @@ def test_all_reasons_come_at_once() -> None:
         ("", 1),
         ("replay=off; model.use_kernels=true", 1),
         ("model.gradient_checkpointing=non_reentrant", 1),
+        ("model.router_dtype=float32; engine.kind=vllm", 1),
         ("model.gradient_checkpointing=reentrant", 1),
         ("replay=r2; model.gradient_checkpointing=reentrant", 1),
         ("replay=off; engine.arguments.kv_offloading_size=4", 1),
@@ -360,6 +361,10 @@ def test_a_printed_config_passes_the_checks_again(tmp_path: pathlib.Path) -> Non
         ("replay=r2; optimizer.mini_batches=1", ['replay = "r2"', "same weights"]),
         ("reference.replay=true", ["reference.replay = true does nothing", "reference.kl = 0"]),
         ("replay=off; reference.replay=true; reference.kl=0.1", ["does nothing", 'replay = "off"']),
+        (
+            "model.router_dtype=float32; engine.kind=vllm_http; engine.url=http://a:1",
+            ['model.router_dtype = "float32"', "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32"],
+        ),
         ("engine.max_length=65; trainer.max_tokens=64", ["65 is above trainer.max_tokens = 64"]),
     ],
 )

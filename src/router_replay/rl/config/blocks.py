@@ -69,6 +69,9 @@ class ModelConfig(Block):
     for `model.path = "tiny"`"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """the number type of the forward pass: `"float32"` or `"bfloat16"`"""
+    router_dtype: Literal["model", "float32"] = "model"
+    """the number type of the routers: `"model"` for that of the model, or `"float32"` for weights and logits in
+    float32, in the trainer and in an engine that the run starts"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`"cpu"`, `"cuda"`, or `"auto"`: a GPU if torch finds one, otherwise the CPU"""
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
