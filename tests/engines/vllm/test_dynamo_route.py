@@ -38,7 +38,7 @@ class Handler:
 
     async def generate_tokens(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
         self.ended[request_id] = asyncio.Event()
-        yield {"token_ids": [5]}
+        yield {"token_ids": [5] if prompt else []}
         await self.ended[request_id].wait()
         yield {"token_ids": [], "finish_reason": "cancelled"}
 
@@ -66,8 +66,8 @@ def test_only_requests_that_the_route_aborts_keep_their_tokens() -> None:
         handler = Handler()
         route = EngineRoute(handler)
 
-        async def ended(name: str) -> str:
-            parts = [part async for part in handler.generate_tokens([1], None, name)]
+        async def ended(name: str, prompt: Any = (1,)) -> str:
+            parts = [part async for part in handler.generate_tokens(prompt, None, name)]
             return str(parts[-1]["finish_reason"])
 
         ours, theirs = asyncio.create_task(ended("ours")), asyncio.create_task(ended("theirs"))
@@ -75,6 +75,10 @@ def test_only_requests_that_the_route_aborts_keep_their_tokens() -> None:
         await route({"method": "abort", "request_ids": ["ours", "nobody"]})
         await handler.abort_request({"request_id": "theirs"})
         assert [await ours, await theirs] == ["stop", "cancelled"]
+        empty = asyncio.create_task(ended("empty", ()))  # Dynamo cannot answer a sample that stops without a token
+        await asyncio.sleep(0)
+        await route({"method": "abort", "request_ids": ["empty"]})
+        assert await empty == "cancelled"
         # A name that was too early leaves nothing behind.
         later = asyncio.create_task(ended("nobody"))
         await asyncio.sleep(0)

@@ -9,21 +9,13 @@ import msgspec
 from router_replay import wire
 from router_replay.engines.http import TokenId, decoded
 from router_replay.engines.types import Request
+from router_replay.engines.vllm.requests import NEUTRAL
 from router_replay.engines.vllm.samples import Sample
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 COMPLETIONS = "/v1/completions"
-# A field that a request leaves out is taken from the model's generation_config.json, so all of them are sent.
-NEUTRAL = {
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-}
 
 
 def completions_body(request: Request, index: int, model: str, salt: str, prompt_start: bool) -> dict[str, Any]:

@@ -127,9 +127,13 @@ class EngineRoute:
             prompt: Any, sampling_params: Any, request_id: str, *rest: Any, **more: Any
         ) -> AsyncIterator[dict[str, Any]]:
             self._running.add(request_id)
+            sampled: set[int] = set()  # the samples that have a token; Dynamo answers 500 for one that ends without
             try:
                 async for part in original(prompt, sampling_params, request_id, *rest, **more):
-                    if part.get("finish_reason") == "cancelled" and request_id in self._aborted:
+                    index = part.get("index", 0)
+                    if part.get("token_ids"):
+                        sampled.add(index)
+                    if part.get("finish_reason") == "cancelled" and request_id in self._aborted and index in sampled:
                         part["finish_reason"] = "stop"
                     yield part
             finally:
