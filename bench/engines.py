@@ -1,12 +1,16 @@
 """Measure what routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
 
-    python -m bench.engines                on a GPU: a random 2.7B MoE in bf16, CUDA graphs on
-    python -m bench.engines --tiny         the same program on a tiny model, to see that it runs
-    python -m bench.engines --client       payload and client CPU only; needs no vLLM
+    python -m bench.engines                    on a GPU: a random 2.7B MoE in bf16, CUDA graphs on
+    python -m bench.engines --model FOLDER     the same with a model of your own
+    python -m bench.engines --tiny             the same program on a tiny model, also on a CPU
+    python -m bench.engines --client           payload and client CPU only; needs no vLLM
 
-The engines share the GPU and take turns, so that a slowdown affects all of them. One captures, forces and delivers
-Routes; one captures with its routers untouched; one does so and leaves the delivery of rows to vLLM; one has capture
-off. Only those that the chosen comparisons (--only) need are started. Figures are medians over the rounds.
+The engines run side by side and take turns: a round has one short turn of every kind, in random order. Only turns of
+the same round are compared. A figure is the median over the rounds, with an interval that has a confidence of 95 %.
+Two engines that do not differ are compared in the same way. If they seem to differ by as much as the goal asks for,
+there is no verdict. The exit code is 1 if a goal was missed, and 2 if there is no verdict.
+
+Every turn is written to OUT/turns.jsonl at once, and the table to OUT/summary.txt after every round.
 """
 
 from __future__ import annotations
@@ -14,74 +18,133 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import dataclasses
 import io
 import json
-import os
 import pathlib
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from bench.engine_host import Cost, Host, Work
+from bench.verdicts import Share, verdict
 from router_replay import wire
-from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm.http import samples_of
 from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-from router_replay.stitch import Trajectory
 
-# Required speed relative to: capture off, a free prefix, capture off.
-PROMISES = {"capture": 0.97, "forced prefix": 0.95, "50 turns": 0.97}
+OFF = {"forced_routes": False, "enable_return_routed_experts": False}
 ENGINES: dict[str, dict[str, Any]] = {
     "ours": {},
+    "off": OFF,
+    "off again": OFF,
     "not forced": {"forced_routes": False},
     "vLLM's delivery": {"forced_routes": False},
-    "off": {"forced_routes": False, "enable_return_routed_experts": False},
 }
-# The first engine is the baseline of the second.
-COMPARISONS = {
-    "off against off": ("off", "off"),
-    "capture, vLLM's delivery": ("off", "vLLM's delivery"),
-    "capture, not forced": ("off", "not forced"),
-    "capture": ("off", "ours"),
-    "forced prefix": ("ours", "ours"),
-    "50 turns": ("off", "ours"),
+VARIABLES = {"vLLM's delivery": {delivery.ENVIRONMENT: "0"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Name one kind of turn: on which engine, and how it differs from a plain one."""
+
+    engine: str
+    forced: bool = False
+    logprobs: bool = True
+    conversation: bool = False
+    again: bool = False  # the same turn once more, to see how far two equal turns differ
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Compare two kinds of turns. `same` names the comparison of equal turns that shows the noise of this one."""
+
+    base: Turn
+    other: Turn
+    same: str = ""
+    goal: float | None = None
+
+
+def _comparisons() -> dict[str, Comparison]:
+    found = {}
+    for logprobs, words in ((True, ""), (False, ", no log-probs")):
+        off, ours = Turn("off", logprobs=logprobs), Turn("ours", logprobs=logprobs)
+        forced, again = Turn("ours", True, logprobs), Turn("ours", logprobs=logprobs, again=True)
+        same, free = f"off against off{words}", f"free against free{words}"
+        found[same] = Comparison(off, Turn("off again", logprobs=logprobs))
+        found[f"capture{words}"] = Comparison(off, ours, same, 0.97)
+        found[free] = Comparison(ours, again)
+        found[f"forced prefix{words}"] = Comparison(ours, forced, free, 0.95)
+        found[f"capture, not forced{words}"] = Comparison(off, Turn("not forced", logprobs=logprobs), same)
+        found[f"capture, vLLM's delivery{words}"] = Comparison(off, Turn("vLLM's delivery", logprobs=logprobs), same)
+    off, again, ours = (Turn(engine, conversation=True) for engine in ("off", "off again", "ours"))
+    found["conversation, off against off"] = Comparison(off, again)
+    found["conversation"] = Comparison(off, ours, "conversation, off against off", 0.97)
+    return found
+
+
+COMPARISONS = _comparisons()
+DEFAULT = [name + words for words in ("", ", no log-probs") for name in ("capture", "forced prefix")]
+# What a turn costs, and how it is printed. The verdict is about the first.
+QUANTITIES: dict[str, Callable[[Cost], float]] = {
+    "turn": lambda cost: cost.turn,
+    "as waited": lambda cost: cost.wait,
+    "decode step": lambda cost: cost.step,
+    "GPU": lambda cost: cost.gpu,
+    "core CPU": lambda cost: cost.core_cpu,
+    "client CPU": lambda cost: cost.client_cpu,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, measure, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--client", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model, for a try-out on any machine")
+    parser.add_argument("--client", action="store_true", help="only the client of an HTTP server")
+    parser.add_argument("--model", help="a Hugging Face folder; by default a random model is made")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no round after this time")
+    parser.add_argument("--prompts", type=int, default=256, help="requests of a turn")
+    parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a request; prompts are twice as long")
+    parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
     parser.add_argument("--only", action="append", choices=list(COMPARISONS), help="may be repeated")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/bench_engines"), help="a folder")
     chosen = parser.parse_args(arguments)
+    if chosen.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {chosen.rounds}")
     client_cost()
     if chosen.client:
         return 0
     if chosen.tiny:
-        chosen.prompts, chosen.turns, chosen.rounds = 8, 5, 2
+        chosen.prompts, chosen.tokens, chosen.turns = min(chosen.prompts, 8), min(chosen.tokens, 20), 5
+    chosen.deadline = time.monotonic() + chosen.seconds
+    chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(pathlib.Path(folder), chosen.tiny)
-        ratios = engine_cost(folder, chosen)
-    missed = [name for name, ratio in ratios.items() if ratio < PROMISES.get(name, 0)]
-    for name, ratio in ratios.items():
-        goal = f", goal {PROMISES[name]}{': MISSED' if name in missed else ''}" if name in PROMISES else ""
-        print(f"{name:20} {ratio:.3f} of the speed{goal}")
-    return 1 if missed and not chosen.tiny else 0
+        if chosen.model is None:
+            chosen.model = folder
+            save_model(pathlib.Path(folder), chosen.tiny)
+        code = measure(chosen, _with_noise(chosen.only or DEFAULT))
+    return 0 if chosen.tiny else code
 
 
-# -- the engine -------------------------------------------------------------------------------------
+def _with_noise(names: Sequence[str]) -> dict[str, Comparison]:
+    """Return these comparisons, each after the comparison of equal turns that it needs."""
+    wanted = dict.fromkeys(name for one in names for name in (COMPARISONS[one].same, one) if name)
+    return {name: COMPARISONS[name] for name in wanted}
+
+
+# -- the engines ------------------------------------------------------------------------------------
 
 
 def save_model(folder: pathlib.Path, tiny: bool) -> None:
+    """Write a Qwen3-MoE with random weights into the folder."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -98,99 +161,113 @@ def save_model(folder: pathlib.Path, tiny: bool) -> None:
         **(small if tiny else large), norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False
     )
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3MoeForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    print(f"model: {sum(parameter.numel() for parameter in model.parameters()) / 1e9:.2f}B parameters")
-    model.save_pretrained(folder)
+    print(f"model: {sum(parameter.numel() for parameter in model.parameters()) / 1e9:.2f}B parameters", flush=True)
+    model.cpu().save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def engine_cost(folder: str, chosen: argparse.Namespace) -> dict[str, float]:
-    names = chosen.only or list(COMPARISONS)
-    kinds = sorted({kind for name in names for kind in COMPARISONS[name]})
-    shape: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "dtype": "bfloat16"}
+def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> int:
+    """Run the rounds and print the table; return 1 if a goal was missed, 2 if there is no verdict for one, else 0."""
+    turns = list(dict.fromkeys(turn for one in comparisons.values() for turn in (one.base, one.other)))
+    names = list(dict.fromkeys(turn.engine for turn in turns))
+    costs: dict[Turn, list[Cost]] = {turn: [] for turn in turns}
+    order = random.Random(0)
+    with contextlib.ExitStack() as stack, (chosen.out / "turns.jsonl").open("w") as log:
+        caches = stack.enter_context(tempfile.TemporaryDirectory())
+        started = time.monotonic()
+        hosts = {}
+        for number, name in enumerate(names):
+            # Each has a cache of compiled code of its own, because they start at the same time.
+            variables = {**VARIABLES.get(name, {}), "VLLM_CACHE_ROOT": f"{caches}/{number}"}
+            hosts[name] = Host(name, chosen.model, {**ENGINES[name], **_shape(chosen)}, variables)
+            stack.callback(hosts[name].close)
+        for name, host in hosts.items():
+            print(f"{name}: {host.ready()} after {time.monotonic() - started:.0f} s", flush=True)
+        for turn in turns:  # once before the first round: compiles, and makes the rows to force
+            hosts[turn.engine].run(_work(turn, chosen))
+        for number in range(chosen.rounds):
+            if number and time.monotonic() > chosen.deadline:
+                break
+            for turn in order.sample(turns, len(turns)):
+                cost = hosts[turn.engine].run(_work(turn, chosen))
+                costs[turn].append(cost)
+                facts = {"round": number, **dataclasses.asdict(turn), **dataclasses.asdict(cost)}
+                print(json.dumps(facts), file=log, flush=True)
+            lines, code = summary(comparisons, costs)
+            (chosen.out / "summary.txt").write_text("\n".join(lines) + "\n")
+    print(*lines, sep="\n", flush=True)
+    return code
+
+
+def _shape(chosen: argparse.Namespace) -> dict[str, Any]:
     if chosen.tiny:
-        shape |= {"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
-    else:
+        return {
+            "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16", "block_size": 32, "enforce_eager": True,
+            "use_tqdm_on_load": False,
+        }  # fmt: skip
+    return {
+        "max_model_len": 4096, "max_num_seqs": chosen.prompts, "dtype": "bfloat16",
+        # A fixed size of the cache, because engines that start at the same time cannot measure what memory is free.
+        "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 12 << 30,
         # Only the CUDA graph sizes of the batches used here, so that an engine starts faster.
-        shape |= {"gpu_memory_utilization": 0.84 / max(len(kinds), 3), "cudagraph_capture_sizes": [16, 64, 256]}
-    tokens = 20 if chosen.tiny else 256
-    vocabulary = 128 if chosen.tiny else 32000
-    rng = np.random.default_rng(0)
-    prompts = [tuple(rng.integers(3, vocabulary, 2 * tokens).tolist()) for _ in range(chosen.prompts)]
-    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-
-    def batch(engine: Engine, rows: Sequence[Routes] | None = None) -> float:
-        salted = [(int(rng.integers(3, vocabulary)), *prompt[1:]) for prompt in prompts]  # no prefix hits
-        forced: Sequence[Routes | None] = rows or [None] * len(prompts)
-        return seconds(
-            lambda: engine.generate(
-                [Request(p, sampling, forced_routes=f) for p, f in zip(salted, forced, strict=True)]
-            )
-        )
-
-    def talk(engine: Engine) -> float:
-        return conversation(engine, chosen.turns, tokens // 8)
-
-    with running(folder, kinds, shape) as engines:
-        for engine in engines.values():
-            batch(engine)
-        ratios = {}
-        for name in names:
-            base, other = (engines[kind] for kind in COMPARISONS[name])
-            rows: Sequence[Routes] | None = None
-            if name == "forced prefix":
-                done = other.generate([Request(prompt, sampling) for prompt in prompts])
-                rows = [completion.routes[: 2 * tokens] for completion in done]
-            if name == "50 turns":
-                times = [(talk(base), talk(other)) for _ in range(chosen.rounds)]
-            else:
-                times = [(batch(base), batch(other, rows)) for _ in range(chosen.rounds)]
-            # Adjacent measurements are compared, so that a slowdown affects both.
-            shares = [before / after for before, after in times]
-            ratios[name] = statistics.median(shares)
-            before, after = (statistics.median(taken) for taken in zip(*times, strict=True))
-            rounds = ", ".join(f"{share:.3f}" for share in shares)
-            print(f"{name}: {ratios[name]:.3f} ({before:.2f} s and {after:.2f} s; rounds {rounds})", flush=True)
-        if "ours" in engines:
-            print(f"forced rows so far: {engines['ours'].report()['forced_rows']}")
-    return ratios
+        "cudagraph_capture_sizes": sorted({16, 64, chosen.prompts}),
+    }  # fmt: skip
 
 
-@contextlib.contextmanager
-def running(folder: str, kinds: Sequence[str], shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from router_replay.engines.vllm.inprocess import VllmEngine
-
-    with contextlib.ExitStack() as stack:
-        engines = {}
-        for kind in kinds:
-            os.environ.pop(delivery.ENVIRONMENT, None)
-            if kind == "vLLM's delivery":
-                os.environ[delivery.ENVIRONMENT] = "0"
-            engines[kind] = stack.enter_context(VllmEngine(folder, **ENGINES[kind], **shape))
-            print(f"{kind}: rows {engines[kind].report()['delivery']}", flush=True)
-        yield engines
+def _work(turn: Turn, chosen: argparse.Namespace) -> Work:
+    if turn.conversation:
+        return Work(16, max(chosen.tokens // 2, 1), turns=chosen.turns)
+    return Work(chosen.prompts, chosen.tokens, turn.logprobs, turn.forced)
 
 
-def conversation(engine: Engine, turns: int, tokens: int) -> float:
-    """Play sixteen conversations; each turn adds a few environment tokens and samples some, omitting known rows."""
-    routes = engine.capabilities.routes
-    agents = [Trajectory(engine.spec) for _ in range(16)]
-    rng = np.random.default_rng(0)
-    histories = [rng.integers(3, 100, tokens).tolist() for _ in agents]
-    started = time.perf_counter()
-    for _ in range(turns):
-        requests = [
-            Request(tuple(history), Sampling(max_tokens=tokens, ignore_eos=True), agent.next_start if routes else 0)
-            for agent, history in zip(agents, histories, strict=True)
-        ]
-        for agent, history, request, done in zip(agents, histories, requests, engine.generate(requests), strict=True):
-            if routes:
-                agent.append(request.token_ids, done.token_ids, done.logprobs, done.routes, done.start)
-            history += [*done.token_ids.tolist(), *rng.integers(3, 100, 8).tolist()]
-    return time.perf_counter() - started
+def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -> tuple[list[str], int]:
+    """Return the lines of the table, and the exit code that follows from the verdicts."""
+    shares = {
+        name: {
+            quantity: Share.of([read(cost) for cost in costs[one.base]], [read(cost) for cost in costs[one.other]])
+            for quantity, read in QUANTITIES.items()
+            if all(read(cost) > 0 for turn in (one.base, one.other) for cost in costs[turn])
+        }
+        for name, one in comparisons.items()
+    }
+    rounds = min(len(taken) for taken in costs.values())
+    columns = [quantity for quantity in QUANTITIES if any(quantity in found for found in shares.values())]
+    lines = [
+        f"share of the speed, median of {rounds} rounds [95 % interval]; below 1 is slower",
+        f"{'':34}" + "".join(f"{column:24}" for column in columns),
+    ]
+    for name, found in shares.items():
+        cells = "".join(f"{found[column]!s:24}" if column in found else f"{'':24}" for column in columns)
+        lines.append(f"{name:34}{cells}".rstrip())
+    lines.append("milliseconds, median: turn, decode step, decode step on the GPU, core CPU, client CPU of a turn")
+    for turn, taken in costs.items():
+        read = [[c.turn for c in taken], [c.step for c in taken], [c.gpu_step for c in taken]]
+        read += [[c.core_cpu for c in taken], [c.client_cpu for c in taken]]
+        figures = "".join(f"{statistics.median(one) * 1e3:12.3f}" for one in read)
+        lines.append(f"{_name(turn):34}{figures}")
+    words = {
+        name: verdict(shares[name]["turn"], one.goal, shares[one.same]["turn"])
+        for name, one in comparisons.items()
+        if one.goal is not None
+    }
+    lines += [f"{name}, goal {comparisons[name].goal}: {word}" for name, word in words.items()]
+    code = 1 if "MISSED" in words.values() else 2 if any(word != "kept" for word in words.values()) else 0
+    return lines, code
+
+
+def _name(turn: Turn) -> str:
+    marks = {"forced": turn.forced, "again": turn.again, "conversation": turn.conversation}
+    found = [turn.engine, *(mark for mark, there in marks.items() if there)]
+    return ", ".join(found if turn.logprobs else [*found, "no log-probs"])
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Return how long the call took."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

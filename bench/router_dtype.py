@@ -83,7 +83,7 @@ def gaps(folder: pathlib.Path, router_dtype: RouterDtype, batches: list[Batch]) 
     sampled = np.concatenate(rollout)
     k3 = [measure.logprob_gap(torch.cat(values), sampled).k3 for values in (live, replayed)]
     agreement = replayer.stats.agreement
-    assert agreement is not None  # it was asked for
+    assert agreement is not None  # asked for above
     return float(np.mean(agreement)), k3[0], k3[1], len(sampled)
 
 

@@ -75,6 +75,11 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         from router_replay.engines.vllm.http import VllmHttpEngine
 
         connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
+    elif engine.kind == "dynamo":
+        from router_replay.engines.dynamo import DynamoEngine
+
+        more = {"model": engine.model or None, "workers": engine.workers, **_of_server(config, folder)}
+        connected = DynamoEngine(engine.url, spec, version=version, **more)
     else:
         from router_replay.engines.sglang import SglangEngine
 

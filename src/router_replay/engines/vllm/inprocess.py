@@ -23,10 +23,16 @@ from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.repairs import signals
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
 from router_replay.engines.vllm.samples import Sample
-from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
+from router_replay.engines.vllm.versions import NOT_INSTALLED, model_runner, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
+
+# vLLM gives its processes 5 s to end. On a busy machine they need longer, and a process that is killed leaves its
+# shared memory to Python's resource tracker, which warns about it. The engine core waits for its workers first.
+SHUTDOWN_SECONDS = 40
+WORKER_SHUTDOWN_SECONDS = 25
+WORKER_SHUTDOWN = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
 class VllmEngine(VllmClient):
@@ -76,7 +82,9 @@ async def _start(model: str, forced_routes: bool, router_dtype: str, engine_argu
         raise EngineError(
             f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}. Install a tested version"
         )
-    with environment(_variables(forced_routes, router_dtype)):
+    patience = {WORKER_SHUTDOWN: str(WORKER_SHUTDOWN_SECONDS)}
+    wanted = _variables(forced_routes, vllm.__version__, router_dtype)
+    with environment(wanted), environment(patience, keep_existing=True):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -95,24 +103,26 @@ async def _start(model: str, forced_routes: bool, router_dtype: str, engine_argu
 
 
 async def _capabilities(transport: Transport, forced_routes: bool) -> Capabilities:
-    """Return the capabilities that the worker reports. Raises EngineError if vLLM silently skipped the plugin."""
+    """Return the capabilities that all workers report. Raises EngineError if vLLM silently skipped the plugin."""
     try:
-        report = await transport.call("router_replay_report")
+        reports = await transport.call_all("router_replay_report")
     except Exception as error:
         raise EngineError(
             "the plugin of Router Replay is not active in vLLM's worker. If the plugin failed, the worker's log shows "
             "the reason. Otherwise install router-replay in the worker's environment (vLLM finds the plugin by its "
             f"entry point) and, if VLLM_PLUGINS is set, add router_replay to it. The worker answered: {error}"
         ) from error
-    if not report.get("active", True):
-        raise EngineError(report["reason"])
+    for report in reports:
+        if not report.get("active", True):
+            raise EngineError(report["reason"])
+    report = next((report for report in reports if not report["forced_routes"]), reports[0])
     if forced_routes and not report["forced_routes"]:
         raise EngineError(
             f"this vLLM engine cannot force routes: {report['reason']}. If you do not need forced routes, pass "
             "forced_routes=False"
         )
     return Capabilities(
-        routes=report["captures"],
+        routes=all(report["captures"] for report in reports),
         forced_routes=report["forced_routes"],
         start=True,
         versions=True,
@@ -120,10 +130,10 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     )
 
 
-def _variables(forced_routes: bool, router_dtype: str = "model") -> dict[str, str]:
+def _variables(forced_routes: bool, version: str, router_dtype: str = "model") -> dict[str, str]:
     """Return the environment variables that enable the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
-    variables = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    variables = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), **model_runner(version)}
     return {**variables, plugin.ROUTER_DTYPE: "" if router_dtype == "model" else router_dtype}
 
 
@@ -179,6 +189,6 @@ class _InProcess(Transport):
         return bool(self._engine is not None and self._engine.errored)
 
     async def close(self) -> None:
-        self._engine.shutdown()
+        self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
         self._engine = None
         gc.collect()  # its __del__ fails if it runs at interpreter exit

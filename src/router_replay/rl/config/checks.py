@@ -110,12 +110,20 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
                 f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{TINY}" for the small '
                 "model of this package"
             )
-    if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:
-        yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs the URL of its server, as http://HOST:PORT'
-    if config.engine.api_key_env and config.engine.kind not in ("vllm_http", "sglang"):
+    engine = config.engine
+    if engine.kind in engine.behind_url and not engine.url:
+        yield f'engine.url is missing: engine.kind = "{engine.kind}" needs the URL of its server, as http://HOST:PORT'
+    if engine.kind == "dynamo" and not engine.workers:
+        yield (
+            'engine.workers is missing: engine.kind = "dynamo" loads new weights into the workers; give the URLs of '
+            "their system servers (DYN_SYSTEM_PORT)"
+        )
+    if engine.kind != "dynamo" and (engine.workers or engine.model):
+        yield f'engine.workers and engine.model are for engine.kind = "dynamo", not "{engine.kind}"; leave them out'
+    if engine.api_key_env and engine.kind not in engine.behind_url:
         yield (
             f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
-            'leave it out, or set kind = "vllm_http" or "sglang"'
+            'leave it out, or set kind = "vllm_http", "sglang" or "dynamo"'
         )
     if config.environment.kind in config.environment.built_in and config.environment.arguments:
         yield (

@@ -1,0 +1,56 @@
+"""Test what bench.engines concludes from its measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.engine_host import cost_of
+from bench.verdicts import Share, verdict
+
+
+def noisy(share: float, spread: float, rounds: int = 60, seed: int = 0) -> Share:
+    """Return the comparison of two engines whose rounds scatter, the second with this share of the first's speed."""
+    rng = np.random.default_rng(seed)
+    slow = rng.uniform(0.8, 1.4, rounds)  # slow rounds affect both
+    base = slow * rng.normal(1, spread, rounds)
+    other = slow * rng.normal(1, spread, rounds) / share
+    return Share.of(base.tolist(), other.tolist())
+
+
+def test_a_difference_of_a_few_percent_is_seen_through_slow_rounds() -> None:
+    same = noisy(1.0, 0.02, seed=1)
+    assert same.noise < 0.03
+    assert verdict(noisy(1.0, 0.02, seed=2), 0.97, same) == "kept"
+    assert verdict(noisy(0.93, 0.02, seed=3), 0.97, same) == "MISSED"
+
+
+def test_no_verdict_where_equal_engines_differ_by_as_much_as_the_goal_asks_for() -> None:
+    same = noisy(1.0, 0.3, rounds=4)
+    assert verdict(noisy(1.2, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
+    assert verdict(noisy(0.5, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
+
+
+def test_no_verdict_where_the_goal_lies_in_the_interval() -> None:
+    same = noisy(1.0, 0.01, seed=4)
+    assert verdict(Share(0.972, 0.965, 0.98, 20), 0.97, same).startswith("no verdict: the goal lies in the interval")
+
+
+def test_only_rounds_of_both_can_be_compared() -> None:
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        Share.of([1.0, 2.0], [1.0])
+
+
+def test_a_pause_in_a_decode_step_does_not_count_and_all_else_does() -> None:
+    """Four requests: a step with the prompts of 0.5 s, then decode steps of 0.1 s, one of which took 2 s."""
+    start = [10.2, 10.7, 10.8, 12.8, 12.9, 13.0]
+    steps = {
+        "cpu": 0.7, "start": start, "tokens": [32, 4, 4, 4, 4, 4], "requests": [4] * 6,
+        "gpu": [0.4, 0.05, 0.05, 0.9, 0.05, 0.05],
+    }  # fmt: skip
+    cost = cost_of(steps, 4, started=10.0, ended=13.4, client_cpu=0.3)
+    assert cost.step == pytest.approx(0.1)
+    assert cost.wait == pytest.approx(3.4)
+    assert cost.turn == pytest.approx(0.2 + 0.5 + 4 * 0.1 + 0.4)
+    assert cost.gpu == pytest.approx(0.4 + 5 * 0.05)
+    assert (cost.steps, cost.decode_steps, cost.core_cpu, cost.client_cpu) == (6, 5, 0.7, 0.3)
