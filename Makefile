@@ -53,8 +53,11 @@ test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual en
 # of .venv. A family that its transformers does not have is skipped.
 FAMILY_TESTS := tests/families tests/replay/test_families.py tests/replay/test_compile.py tests/forward/test_packing.py
 
-test-oldest test-newest: test-%: .venv-%/.ready
-	@$(<D)/bin/python -m pytest $(FAMILY_TESTS)
+test-oldest: .venv-oldest/.ready
+	@.venv-oldest/bin/python -m pytest $(FAMILY_TESTS)
+
+test-newest: .venv-newest/.ready
+	@.venv-newest/bin/python -m pytest $(FAMILY_TESTS)
 
 .venv-%/.ready: requirements/%.txt | $(READY)
 	@echo "the packages of $<, over those of $(VENV), in $(@D)"

@@ -31,7 +31,7 @@ DTYPES: tuple[RouterDtype, ...] = ("model", "float32")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=64)
     chosen = parser.parse_args(arguments)
     folder = tiny_folder()
     print("| routers of vLLM | routers of the trainer | routers that agree | k3, live | k3, replayed | tokens |")
@@ -61,7 +61,7 @@ def rollouts(folder: pathlib.Path, router_dtype: RouterDtype, prompts: int) -> l
                 trajectory = Trajectory(engine.spec)
                 trajectory.append(request.token_ids, sample.token_ids, sample.logprobs, sample.routes)
                 trajectories.append(trajectory)
-    return [pack(trajectories[start : start + 256], max_tokens=8192) for start in range(0, len(trajectories), 256)]
+    return [pack(trajectories[start : start + 64], max_tokens=2048) for start in range(0, len(trajectories), 64)]
 
 
 def gaps(folder: pathlib.Path, router_dtype: RouterDtype, batches: list[Batch]) -> tuple[float, float, float, int]:

@@ -156,9 +156,7 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
             continue
         recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits") or []
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            if isinstance(recorder, type):  # older versions name a class alone
-                targets[recorder, None] = where_router(recorder.__name__)
-            else:
+            if not isinstance(recorder, type):  # older versions name a class alone, which is not the one that chooses
                 targets[recorder.target_class, recorder.layer_name] = where_router(recorder.target_class.__name__)
     found: dict[str, Where] = {}
     for name, module in modules.items():
