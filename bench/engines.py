@@ -110,9 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--client", action="store_true", help="only the client of an HTTP server")
     parser.add_argument("--model", help="a Hugging Face folder; by default a random model is made")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of the whole program; no round starts after it"
-    )
+    limit = "seconds of the whole program, after which no round starts"
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=limit)
     parser.add_argument("--prompts", type=int, default=256, help="requests of a turn")
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a request; prompts are twice as long")
     parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
