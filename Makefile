@@ -1,5 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | docs | wheel | bench | fuzz | mutants | families | test-sglang | test-gpu | clean
+# make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
+# make test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-gpu test-sglang check docs wheel bench fuzz mutants families clean
+.PHONY: setup demo test test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
 
 setup: $(READY)
 
@@ -40,6 +41,28 @@ test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with
 test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment
 	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
+
+test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
+	@$(BIN)/python -m tests.dynamo_real.environment
+	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py
+
+test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual environment of its own
+	@$(BIN)/python -m tests.vllm_newest
+
+# The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
+# of .venv. A family that its transformers does not have is skipped.
+FAMILY_TESTS := tests/families tests/replay/test_families.py tests/replay/test_compile.py tests/forward/test_packing.py
+
+test-oldest test-newest: test-%: .venv-%/.ready
+	@$(<D)/bin/python -m pytest $(FAMILY_TESTS)
+
+.venv-%/.ready: requirements/%.txt | $(READY)
+	@echo "the packages of $<, over those of $(VENV), in $(@D)"
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$(echo $(@D)/lib/python3*/site-packages)/base.pth
+	@touch $@
 
 check: setup docs
 	@$(BIN)/ruff check .
@@ -87,4 +110,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-newest .venv-oldest .venv-newest build dist site out src/router_replay/kernel/*.so

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -82,7 +82,8 @@ async def midway(
 
     How long "some tokens" takes depends on the machine; where it was too early or too late, the whole is done again.
     """
-    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 0.05, 0.1):
+    seconds = 0.1
+    for _ in range(14):
         tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
         await asyncio.sleep(seconds)
         late = any(task.done() for task in tasks)
@@ -92,6 +93,7 @@ async def midway(
         if not late and all(len(sample.token_ids) > 3 and sample.versions[3] == 0 for sample in samples):
             return landed
         await asyncio.to_thread(undo)
+        seconds *= 0.6 if late else 2
     raise AssertionError("never had all requests some tokens, and none all of them")
 
 
@@ -177,25 +179,31 @@ def servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     folder = tmp_path_factory.mktemp("servers")
-    ours = start_server(checkpoints.b, folder / "ours.log", ROUTER_REPLAY_API_KEY=KEY)
+    ours = start_server(checkpoints.b, folder / "ours.log", ROUTER_REPLAY_API_KEY=KEY, VLLM_LOGGING_LEVEL="WARNING")
     plain = start_server(checkpoints.a, folder / "plain.log", ROUTER_REPLAY_VLLM="0")
     yield Servers(ours, plain)
     ours.kill()
     plain.kill()
 
 
-def start_server(model: str, log: pathlib.Path, **variables: str) -> Server:
+def start_server(model: str, log: pathlib.Path, *more: str, **variables: str) -> Server:
+    """Start a server as router-replay serve does, with these environment variables and more arguments."""
     from router_replay.engines.vllm.serve import server_command
 
+    with environment(**{**ENVIRONMENT, **variables}):
+        command, variables_of_server = server_command(model, more)
+    return start_command(command, log, variables_of_server)
+
+
+def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[str, str]) -> Server:
+    """Start a vLLM server by this command on a free port, in the shape of the tests and with this environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
-    with environment(**ENVIRONMENT, **variables):
-        command, variables_of_server = server_command(model, [*arguments, "--enforce-eager", f"--port={port}"])
+    shape = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
     process = subprocess.Popen(
-        command,
-        env=variables_of_server,
+        [*command, *shape, "--enforce-eager", "--host=127.0.0.1", f"--port={port}"],
+        env=variables,
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -17,6 +17,7 @@ from router_replay import wire
 from router_replay.engines import DynamoEngine, Engine, SglangEngine, VllmHttpEngine
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
+from tests.engines.dynamo import server as dynamo_server
 from tests.engines.stub import Reply, Stub, serving
 from tests.makers import random_routes
 
@@ -63,6 +64,7 @@ class FakeServer:
             "/version": Reply({"version": "0.30.0"}),
             "/inference/v1/generate": self._vllm,
             "/collective_rpc": self._workers,
+            "/get_world_size": Reply({"world_size": 1}),
             "/abort_requests": lambda body: self._abort(body["request_ids"]),
             "/pause": lambda _: self._pause(True),
             "/resume": lambda _: self._pause(False),
@@ -77,6 +79,7 @@ class FakeServer:
             "/flush_cache": ok,
             "/v1/models": Reply({"data": [{"id": "moe"}]}),
             "/v1/completions": self._dynamo,
+            "/engine/abort_request": lambda body: self._abort([body["request_id"]]),
             "/engine/pause_generation": lambda _: self._pause(True),
             "/engine/resume_generation": lambda _: self._pause(False),
             "/engine/update_weights_from_disk": self._dynamo_load,
@@ -118,7 +121,7 @@ class FakeServer:
                 if job is not None:
                     job.aborted = True
             self._changed.notify_all()
-        return Reply({})
+        return Reply({"status": "ok"})
 
     def _pause(self, paused: bool) -> Reply:
         with self._changed:
@@ -143,6 +146,8 @@ class FakeServer:
     def _vllm(self, body: Any) -> Reply:
         if not body:  # the client asks whether the route is there
             return Reply({"error": "no body"}, 400)
+        if "model" in body:  # a client of Dynamo, whose frontend is one without this route
+            return dynamo_server.NO_ROUTE
         spoilt = self._spoilt()
         if spoilt is not None:
             return spoilt
@@ -205,14 +210,21 @@ class FakeServer:
     # -- Dynamo ---------------------------------------------------------------------------------
 
     def _dynamo(self, body: Any) -> Reply:
+        if "routed_experts_prompt_start" in body["nvext"]:
+            return dynamo_server.UNKNOWN_FIELD
+        name = self.stub.request.headers.get("x-dynamo-request-id")
+        if name is None:  # the client's first request, by which it sees what there is
+            return dynamo_server.answer(1, routes=random_routes(4, SPEC))
         spoilt = self._spoilt()
         if spoilt is not None:
             return spoilt
-        start = body["nvext"]["routed_experts_prompt_start"]
-        job = self._job(f"dynamo-{id(body)}", len(body["prompt"]), body["max_tokens"], start)
-        nvext = {"completion_token_ids": tokens_of(job), "routed_experts": wire.to_dynamo(rows_of(job), start)}
+        job = self._job(name, len(body["prompt"]), body["max_tokens"], 0)
+        nvext = {"completion_token_ids": tokens_of(job), "routed_experts": wire.to_dynamo(rows_of(job))}
         logprobs = {"token_logprobs": [-0.5] * len(job.versions)}
-        return Reply({"choices": [{"index": 0, "finish_reason": "length", "logprobs": logprobs}], "nvext": nvext})
+        ended = "stop" if job.aborted else "length"  # Dynamo's word for an abort
+        usage = {"prompt_tokens": job.prompt, "completion_tokens": len(job.versions)}
+        choice = {"index": 0, "finish_reason": ended, "logprobs": logprobs}
+        return Reply({"choices": [choice], "nvext": nvext, "usage": usage})
 
     def _dynamo_load(self, body: Any) -> Reply:
         if self.refuses_weights:
@@ -232,7 +244,7 @@ def rows_of(job: Job) -> Routes:
 CONNECT: dict[str, Callable[[str], Engine]] = {
     "vllm_http": lambda url: VllmHttpEngine(url, timeout=300),
     "sglang": lambda url: SglangEngine(url, SPEC, timeout=300),
-    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], timeout=300),
+    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], timeout=300, gpu_workers=True),
 }
 
 

@@ -43,6 +43,7 @@ class Stub:
         self.headers: list[dict[str, str]] = []  # of the same requests
         self.streamed = 0  # bytes that clients took of streams
         self.url = ""
+        self.request = threading.local()  # .headers of the request that the current thread answers
         self.released = threading.Event()  # lets slow answers end when the test does
 
     def bodies(self, path: str) -> list[Any]:
@@ -66,6 +67,7 @@ def serving() -> Iterator[Stub]:
         def do_POST(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             stub.headers.append(dict(self.headers))
+            stub.request.headers = dict(self.headers)
             reply = stub.reply(self.path.partition("?")[0], json.loads(raw) if raw else None)
             if reply.seconds:
                 stub.released.wait(reply.seconds)

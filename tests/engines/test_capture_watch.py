@@ -115,11 +115,12 @@ def _sglang(stub: Stub, started: Any, **more: Any) -> Any:
 
 def _dynamo(stub: Stub, started: Any, **more: Any) -> Any:
     stub.answers["/v1/models"] = Reply({"object": "list", "data": [{"id": "moe"}]})
+    dynamo_server.only_completions(stub)
 
     def answer(rows: Routes) -> None:
-        stub.answers["/v1/completions"] = dynamo_server.answer(1, routes=rows)
+        stub.answers["/v1/completions"] = dynamo_server.answer(1, routes=rows, usage={"prompt_tokens": len(rows)})
 
-    return started(DynamoEngine(stub.url, TOP_1, timeout=5, **more), answer)
+    return started(DynamoEngine(stub.url, TOP_1, timeout=5, end_of_sequence=[3], **more), answer)
 
 
 def test_a_layer_that_is_zero_in_400_rows_is_refused(start: Any) -> None:

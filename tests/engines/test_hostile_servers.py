@@ -91,7 +91,7 @@ KINDS = {
         _sglang_logprobs,
     ),
     "dynamo": Kind(
-        lambda url, **more: DynamoEngine(url, SPEC, vocabulary=VOCABULARY, **more),
+        lambda url, **more: DynamoEngine(url, SPEC, vocabulary=VOCABULARY, end_of_sequence=[1], **more),
         "/v1/models",
         "/v1/completions",
         dynamo_answer,
@@ -107,12 +107,16 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     with serving() as stub:
         stub.answers |= {
             "/version": Reply({"version": "0.30.0"}),
+            "/get_world_size": Reply({"world_size": 1}),
             "/server_info": Reply(sglang_server.INFO),
             "/model_info": Reply({"model_path": "/not/here", "weight_version": "default"}),
             "/v1/models": Reply({"data": [{"id": "moe"}]}),
         }
         for kind in KINDS.values():
             stub.answers[kind.generates_by] = Reply(kind.answer())
+        vllm = stub.answers["/inference/v1/generate"]
+        # A client of Dynamo names the model, and its frontend is one without this route.
+        stub.answers["/inference/v1/generate"] = lambda body: dynamo_server.NO_ROUTE if "model" in body else vllm
         yield stub
 
 

@@ -81,6 +81,30 @@ def test_stale_combinations_are_refused(settings: dict[str, Any], name: str, val
     assert "http://here" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "right"), [((0, 26), False), ((0, 30), False), ((0, 31), True), ((0, 32), True), (None, False)]
+)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_offloading_size", 16.0),
+        ("kv_transfer_config", {"kv_connector": "OffloadingConnector"}),
+        ("kv_connector", "LMCacheConnectorV1"),
+    ],
+)
+def test_kv_from_elsewhere_is_right_from_vllm_0_31_on(
+    version: tuple[int, int] | None, right: bool, name: str, value: Any
+) -> None:
+    assert bool(stale_reasons({**VLLM, name: value}, version=version)) != right
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize("version", [(0, 26), (0, 30), (0, 32)])
+def test_ranks_that_hold_a_part_of_the_rows_are_wrong_in_every_version(name: str, version: tuple[int, int]) -> None:
+    with pytest.raises(EngineError, match=name):
+        check_server({**VLLM, name: 2}, version=version)
+
+
 def test_every_reason_is_named() -> None:
     assert len(stale_reasons({"pp_size": 2, "enable_lmcache": True, "dcp_size": 4})) == 3
 

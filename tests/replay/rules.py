@@ -43,19 +43,21 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **_each("deepseek_ocr2 deepseek_v2 flex_olmo jamba olmoe qwen2_moe qwen3_moe zaya", Rule("softmax")),
+    **_each("deepseek_ocr2 deepseek_v2 flex_olmo jamba olmoe qwen2_moe qwen3_moe unlimited_ocr zaya", Rule("softmax")),
     **_each("switch_transformers", Rule("softmax")),
     **_each("longcat_flash", Rule("softmax", scale=6.0)),
     **_each("aria cohere2_moe dbrx ernie4_5_moe ernie4_5_vl_moe gpt_oss granitemoe", Rule("softmax", True)),
     **_each("granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_moe mellum minimax", Rule("softmax", True)),
-    **_each("mistral4 mixtral qwen3_5_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp", Rule("softmax", True)),
+    **_each("mistral4 mistral_large4 mixtral", Rule("softmax", True)),
+    **_each("qwen3_5_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp", Rule("softmax", True)),
     **_each(
         "openai_privacy_filter", Rule("softmax", True, 1 / 3)
     ),  # divided by top-k, and multiplied back behind the experts
-    **_each("dots1 llama4", Rule("sigmoid")),
+    **_each("dots1 kolibri1 llama4", Rule("sigmoid")),
     **_each("afmoe glm4_moe glm4v_moe laguna lfm2_moe mimo_v2_flash minimax_m2", Rule("sigmoid", True)),
-    **_each("minimax_m3_vl nemotron_h solar_open step3p7", Rule("sigmoid", True)),
+    **_each("beam flint minimax_m3_vl muse_spark nemotron_h solar_open step3p7", Rule("sigmoid", True)),
     **_each("axk1 axk2 deepseek_v3 deepseek_v32 exaone_moe glm5_next glm_moe_dsa", Rule("sigmoid", True, 2.5)),
+    **_each("bailing_hybrid", Rule("sigmoid", True, 2.5)),
     **_each("glm4_moe_lite", Rule("sigmoid", True, 1.8)),
     **_each("hy_v3", Rule("sigmoid", True, 2.826)),
     **_each("hy_v4", Rule("sigmoid", True, 2.827)),

@@ -1,4 +1,4 @@
-"""A tiny random model of every MoE family in the pinned transformers, for tests.
+"""A tiny random model of every MoE family of transformers, for tests.
 
     tiny = make("deepseek_v3")
     tiny.model(**tiny.inputs)      # 2 sequences of 6 tokens, fp32, eager attention, a few layers
@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from router_replay.families import measured
+from router_replay.families.versions import is_older
 
 BATCH, LENGTH = 2, 6
 VOCAB = 64
@@ -108,6 +114,13 @@ FAMILIES: dict[str, Recipe] = {
     "aria": _recipe("AriaTextForCausalLM"),
     "axk1": _recipe("AXK1ForCausalLM", **MLA),
     "axk2": _recipe("AXK2ForCausalLM", **MLA),
+    "bailing_hybrid": _recipe(
+        "BailingHybridForCausalLM",
+        **MLA,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=SPARSE,
+    ),
+    "beam": _recipe("BeamForCausalLM", mlp_layer_types=SPARSE),
     "cohere2_moe": _recipe("Cohere2MoeForCausalLM"),
     "dbrx": _recipe(
         "DbrxForCausalLM",
@@ -154,6 +167,7 @@ FAMILIES: dict[str, Recipe] = {
     ),
     "exaone_moe": _recipe("ExaoneMoeForCausalLM"),
     "flex_olmo": _recipe("FlexOlmoForCausalLM"),
+    "flint": _recipe("FlintForCausalLM"),
     "gemma4": _recipe(
         "Gemma4ForCausalLM", enable_moe_block=True, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8
     ),
@@ -192,6 +206,7 @@ FAMILIES: dict[str, Recipe] = {
     ),
     "jetmoe": _recipe("JetMoeForCausalLM"),
     "kimi_linear": _recipe("KimiLinearForCausalLM", **MLA, linear_head_dim=8, linear_num_heads=4),
+    "kolibri1": _recipe("Kolibri1ForCausalLM"),
     "laguna": _recipe("LagunaForCausalLM"),
     "lfm2_moe": _recipe("Lfm2MoeForCausalLM", layer_types=["conv", "full_attention", "conv"]),
     "llama4": _recipe("Llama4ForCausalLM"),
@@ -206,7 +221,38 @@ FAMILIES: dict[str, Recipe] = {
         "MiniMaxM3VLForCausalLM", mlp_layer_types=SPARSE, dense_intermediate_size=48, shared_intermediate_size=24
     ),
     "mistral4": _recipe("Mistral4ForCausalLM", **MLA),
+    "mistral_large4": _recipe(
+        "MistralLarge4ForConditionalGeneration",
+        image_token_index=63,
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        text_config={
+            **TEXT,
+            **MLA,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "index_topk": 4,
+            "index_head_dim": 8,
+            "index_n_heads": 2,
+            "mlp_layer_types": SPARSE,
+        },
+    ),
     "mixtral": _recipe("MixtralForCausalLM"),
+    "muse_spark": _recipe("MuseSparkTextModel", moe_hidden_size=16, mlp_layer_types=SPARSE),
     "nemotron_h": _recipe(
         "NemotronHForCausalLM",
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
@@ -256,7 +302,7 @@ FAMILIES: dict[str, Recipe] = {
         indexer_head_dim=8,
         indexer_budget=4,
         indexer_compress_ratio=2,
-        layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "solar_open": _recipe("SolarOpenForCausalLM"),
     "step3p7": _recipe("Step3p7TextModel", mlp_layer_types=SPARSE),
@@ -272,6 +318,9 @@ FAMILIES: dict[str, Recipe] = {
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=2,
         dropout_rate=0.0,
+    ),
+    "unlimited_ocr": _recipe(
+        "UnlimitedOcrTextModel", **MLA, mlp_layer_types=SPARSE, topk_method="group_limited_greedy"
     ),
     "zaya": _recipe("ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=16),
 }
@@ -294,6 +343,14 @@ class Tiny:
 
 
 def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Tiny:
+    """The tiny model; skips the test where the installed transformers is too old for the family."""
+    known = measured.FAMILIES.get(family)
+    if known is not None and is_older(known.since):
+        pytest.skip(f"{family} needs transformers >= {known.since}")
+    return build(family, seed, dtype, **fields)
+
+
+def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Tiny:
     recipe = FAMILIES[family]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     model_class = getattr(module, recipe.model)
@@ -308,12 +365,19 @@ def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **field
 
 
 def _config(config_class: type, fields: dict[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(config_class)}
+    known = set(_fields(config_class))
     known |= set(getattr(config_class, "attribute_map", {}))
     common = {name: value for name, value in COMMON.items() if name in known and name not in fields}
     aliases = getattr(config_class, "attribute_map", {})
     common = {name: value for name, value in common.items() if aliases.get(name, name) not in fields}
     return config_class(**common, **fields)
+
+
+def _fields(config_class: type) -> Iterable[str]:
+    """The fields of a config: a dataclass, or in older transformers a class with an __init__ of its own."""
+    if dataclasses.is_dataclass(config_class):
+        return [field.name for field in dataclasses.fields(config_class)]
+    return inspect.signature(config_class.__init__).parameters
 
 
 def _shake(model: nn.Module) -> None:

@@ -75,8 +75,10 @@ def _status(chosen: argparse.Namespace) -> int:
 
 def _families(_: argparse.Namespace) -> int:
     from router_replay.families.table import families_table
+    from router_replay.families.versions import summary
 
     print(families_table())
+    print(summary(), file=sys.stderr)
     return 0
 
 

@@ -62,6 +62,11 @@ class Flight:
             first = computed.get(index, 0)
             self._spans[index] = [span for span in spans if span[0] < first] + [(first, version)]
 
+    @property
+    def swapped(self) -> bool:
+        """Whether weights changed while the request was running."""
+        return any(len(spans) > 1 for spans in self._spans)
+
     def row_versions(self, index: int, rows: int) -> np.ndarray:
         """Return the version that computed each of the first `rows` rows of sample `index`."""
         versions = np.zeros(rows, np.int64)

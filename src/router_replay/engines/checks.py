@@ -66,6 +66,12 @@ def version(value: Any) -> int:
     return integer(value, "a policy version", 0, VERSION_LIMIT)
 
 
+def router_dtype(value: Any) -> None:
+    """Raise EngineError if `value` is no setting for the dtype of the routers."""
+    if value not in ("model", "float32"):
+        raise EngineError(f'router_dtype must be "model" (the dtype of the model) or "float32", got {value!r}')
+
+
 def vocabulary(value: Any) -> int | None:
     """Return a vocabulary size, or None if it is not known."""
     return None if value is None else integer(value, "vocabulary", 1, TOKEN_LIMIT + 1)

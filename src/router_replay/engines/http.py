@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.parse
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -69,13 +70,16 @@ class Http:
         *,
         repeat: bool = False,
         query: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        retry_if: Callable[[], bool] = lambda: True,
         patient: bool = False,
         limit: int = CONTROL_LIMIT,
     ) -> tuple[int, bytes]:
         """Send a request and return the status and the whole body. Raises EngineError if that fails.
 
-        `repeat` also allows a retry after a broken connection. `patient` allows the server to take a long time.
-        `limit` is the largest accepted body in bytes.
+        `retry_if` decides whether a request that the server turned away is sent again. `repeat` also allows a retry
+        after a broken connection. `patient` allows the server to take a long time. `limit` is the largest accepted
+        body in bytes.
         """
         seconds = self._timeout if patient else min(self._timeout, CONTROL_SECONDS)
         timeout = self._aiohttp.ClientTimeout(total=seconds, connect=CONTROL_SECONDS)
@@ -84,10 +88,16 @@ class Http:
             last = attempt == ATTEMPTS
             try:
                 async with self._session.request(
-                    method, self.url + path, json=body, params=query, timeout=timeout, allow_redirects=False
+                    method,
+                    self.url + path,
+                    json=body,
+                    params=query,
+                    headers=headers,
+                    timeout=timeout,
+                    allow_redirects=False,
                 ) as response:
                     answer = await self._body(response, path, limit)
-                    if response.status not in TURNED_AWAY or last:
+                    if response.status not in TURNED_AWAY or last or not retry_if():
                         return response.status, answer
             except (self._aiohttp.ClientConnectorError, self._aiohttp.ConnectionTimeoutError) as error:
                 if last:

@@ -3,6 +3,9 @@
 An engine keeps the row of a token beside the token's KV slot. KV that was not computed in that slot by that worker
 (loaded from host memory or disk, sent by another server, split over ranks) has the row of another token there: the
 experts are valid, the token is wrong, and there is no error. `check_server` refuses such servers when connecting.
+
+From 0.31 on, vLLM keeps rows by the content of their tokens and not by KV slot. There KV offload returns the right
+rows, and vLLM itself refuses the connectors between prefill and decode servers.
 """
 
 from __future__ import annotations
@@ -41,16 +44,29 @@ _SIZES: dict[str, str] = {
     "pp_size": _PIPELINE,
     "pipeline_parallel_size": _PIPELINE,
 }
+# Settings of vLLM that return the right rows from this version on.
+_RIGHT_FROM: dict[str, tuple[int, int]] = {
+    "kv_offloading_size": (0, 31),
+    "kv_offloading_backend": (0, 31),
+    "kv_transfer_config": (0, 31),
+    "kv_connector": (0, 31),
+}
 # vLLM reports an offloading backend even if offloading is off, that is, if its size is unset.
 _ONLY_WITH = {"kv_offloading_backend": "kv_offloading_size"}
 
 
-def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
-    """Return the reasons why this server's rows would be wrong, one line each; empty if they are right."""
+def stale_reasons(info: Mapping[str, Any], role: Role = "whole", version: tuple[int, ...] | None = None) -> list[str]:
+    """Return the reasons why this server's rows would be wrong, one line each; empty if they are right.
+
+    `info` holds the settings that the server reports. `role` is the server's part in a prefill/decode pair. `version`
+    is the version of a vLLM server, such as (0, 32); None means that it is unknown, or that the server is SGLang.
+    """
     settings = {key.replace("-", "_").lstrip("_"): value for key, value in info.items()}
     reasons = []
     for name, why in _SWITCHES.items():
         value = settings.get(name)
+        if version is not None and name in _RIGHT_FROM and version >= _RIGHT_FROM[name]:
+            continue
         if _is_on(value) and (name not in _ONLY_WITH or _is_on(settings.get(_ONLY_WITH[name]))):
             reasons.append(f"{name}={value!r}: {why}")
     for name, why in _SIZES.items():
@@ -66,9 +82,18 @@ def stale_reasons(info: Mapping[str, Any], role: Role = "whole") -> list[str]:
     return reasons
 
 
-def check_server(info: Mapping[str, Any], role: Role = "whole", server: str = "this server") -> None:
-    """Raise EngineError if a server's settings make it return stale rows. `info` holds the settings it reports."""
-    reasons = stale_reasons(info, role)
+def check_server(
+    info: Mapping[str, Any],
+    role: Role = "whole",
+    server: str = "this server",
+    *,
+    version: tuple[int, ...] | None = None,
+) -> None:
+    """Raise EngineError if a server's settings make it return stale rows.
+
+    The arguments are those of `stale_reasons`; `server` names the server in the error.
+    """
+    reasons = stale_reasons(info, role, version)
     if reasons:
         raise EngineError(
             f"{server} would return rows that do not belong to their tokens. Start it without these settings: "

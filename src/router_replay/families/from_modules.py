@@ -18,8 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from router_replay.errors import ReplayError
+from router_replay.families import measured
 from router_replay.families.records import by_class, where_router
 from router_replay.families.types import Choice, Where
+from router_replay.families.versions import installed, is_older
 from router_replay.spec import RouterSpec
 
 # Attributes with the width of the tensor that is chosen from, most specific first: zaya can choose to skip,
@@ -98,6 +100,7 @@ class Found:
 def find_routers(model: nn.Module) -> Found:
     """Return the routers of the text decoder of `model`; raise ReplayError with the reason if there are none."""
     modules = dict(model.named_modules())
+    _refuse_older(modules)
     named = _named_routers(model, modules)
     if not named:
         raise ReplayError(
@@ -123,6 +126,19 @@ def find_routers(model: nn.Module) -> Found:
     return Found(modules[stack_name], stack_name, tuple(routers), depth, tuple(left_live))
 
 
+def _refuse_older(modules: dict[str, nn.Module]) -> None:
+    """Raise ReplayError if the model is of a family that replays with a newer transformers only."""
+    for module in modules.values():
+        family = by_class(type(module)).name if isinstance(module, PreTrainedModel) else ""
+        known = measured.FAMILIES.get(family)
+        if known is not None and is_older(known.since):
+            raise ReplayError(
+                f"{type(module).__name__} is of the family {family}, whose routes can be replayed with transformers "
+                f"{known.since} or newer; {installed()} is installed: "
+                f'pip install "transformers>={known.since}"'
+            )
+
+
 def device_of(model: nn.Module) -> torch.device | None:
     """Return the device of the model's parameters.
 
@@ -140,7 +156,10 @@ def _named_routers(model: nn.Module, modules: dict[str, nn.Module]) -> dict[str,
             continue
         recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits") or []
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            targets[recorder.target_class, recorder.layer_name] = where_router(recorder.target_class.__name__)
+            if isinstance(recorder, type):  # older versions name a class alone
+                targets[recorder, None] = where_router(recorder.__name__)
+            else:
+                targets[recorder.target_class, recorder.layer_name] = where_router(recorder.target_class.__name__)
     found: dict[str, Where] = {}
     for name, module in modules.items():
         for (target, suffix), where in targets.items():

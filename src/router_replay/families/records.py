@@ -18,6 +18,8 @@ _ENCODER_DECODER = Packing(None, "an encoder-decoder")
 # routes do not recompile it.
 _LOOP = "no: the plain model loops over the experts that were hit"
 _STRIDES = "no: the plain model's backward fails under aot_eager (a view in softplus_backward); its forward compiles"
+_ONE_MODULE = "no: one module holds its router and its experts"
+_MULTIPLIES = "no: the plain model multiplies what comes from its router with bfloat16 matrices"
 _HOLDER = Where(parent=True, method="route_tokens_to_experts")
 _DROPS = "tokens over an expert's capacity are dropped as in a live pass"
 
@@ -30,6 +32,7 @@ def _tried(name: str, **differs: Any) -> Family:
         "packing": Packing(Borders.POSITIONS),
         "compiles": YES,
         "checkpointing": YES,
+        "float32_router": YES,
     }
     return Family(name, **{**usual, **differs})
 
@@ -39,8 +42,16 @@ FAMILIES: tuple[Family, ...] = (
     _tried("aria", model_types=("aria_text",)),
     _tried("axk1", config=_ONE_DENSE),
     _tried("axk2", config=_ONE_DENSE, packing=_INDEX),
+    _tried("bailing_hybrid", config=ConfigRules(dense_first=2), packing=_STATE),
+    _tried("beam", config=_THREE_DENSE),
     _tried("cohere2_moe"),
-    _tried("dbrx", config=ConfigRules(nested="ffn_config"), where={"DbrxRouter": _HOLDER}, compiles=_LOOP),
+    _tried(
+        "dbrx",
+        config=ConfigRules(nested="ffn_config"),
+        where={"DbrxRouter": _HOLDER},
+        float32_router=_ONE_MODULE,
+        compiles=_LOOP,
+    ),
     _tried("deepseek_ocr2", model_types=("deepseek_ocr2_text",)),
     _tried("deepseek_v2"),
     _tried("deepseek_v3", config=_THREE_DENSE),
@@ -65,6 +76,7 @@ FAMILIES: tuple[Family, ...] = (
         choice=Choice.PRODUCT_KEYS,
         packing=Packing(None, MIXES_TOKENS),
         mixes_tokens=True,
+        float32_router=_ONE_MODULE,
         compiles=_STRIDES,
         note=f"{MIXES_TOKENS}: routes hold for the same batch layout only",
     ),
@@ -80,6 +92,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _tried("exaone_moe", config=_ONE_DENSE),
     _tried("flex_olmo"),
+    _tried("flint"),
     _tried("gemma4", model_types=("gemma4_text",), config=ConfigRules(switch="enable_moe_block")),
     _tried("glm4_moe", config=_ONE_DENSE),
     _tried("glm4_moe_lite", config=_ONE_DENSE),
@@ -94,20 +107,23 @@ FAMILIES: tuple[Family, ...] = (
     _tried("hunyuan_v1_moe"),
     _tried("hy_v3", config=_ONE_DENSE),
     _tried("hy_v4", config=_ONE_DENSE, packing=_INDEX),
-    _tried("inkling", model_types=("inkling_text",), packing=_STATE),
-    _tried("jamba", config=None, where={"Linear": _HOLDER}, packing=_STATE),
+    _tried("inkling", model_types=("inkling_text",), packing=_STATE, float32_router=_MULTIPLIES),
+    # Its router became a module of its own, JambaTopKRouter, after transformers 5.19.
+    _tried("jamba", config=None, where={"Linear": _HOLDER}, packing=_STATE, float32_router=_ONE_MODULE),
     _tried(
         "jetmoe",
         classes=("JetMoeTopKGating",),
         config=ConfigRules(routers_per_layer=2),
         where={"JetMoeAttention": Where(skip=True)},  # its JetMoeTopKGating is also named
         checkpointing="not offered by transformers; replay works where a layer is checkpointed by hand",
+        float32_router=_MULTIPLIES,
         note="two routers a layer: attention, then MLP",
     ),
     _tried("kimi_linear", config=_ONE_DENSE, packing=_STATE),
+    _tried("kolibri1"),
     _tried("laguna", config=_ONE_DENSE),
     _tried("lfm2_moe", config=ConfigRules(dense_first=2), packing=_STATE),
-    _tried("llama4", model_types=("llama4_text",)),
+    _tried("llama4", model_types=("llama4_text",), float32_router=_MULTIPLIES),
     _tried(
         "longcat_flash",
         config=ConfigRules(extra_experts="zero_expert_num"),
@@ -124,7 +140,9 @@ FAMILIES: tuple[Family, ...] = (
         packing=Packing(Borders.POSITIONS, "only where no layer is minimax_m3_sparse"),
     ),
     _tried("mistral4"),
+    _tried("mistral_large4", model_types=("mistral_large4_text",), config=_ONE_DENSE, packing=_INDEX),
     _tried("mixtral"),
+    _tried("muse_spark", model_types=("muse_spark_text",)),
     _tried("nemotron_h", config=None, packing=_STATE),
     _tried(
         "nllb_moe",
@@ -174,6 +192,12 @@ FAMILIES: tuple[Family, ...] = (
         packing=_ENCODER_DECODER,
         compiles="no: the plain model raises while it is traced",
         note=f"decoder only; {_DROPS}",
+    ),
+    _tried(
+        "unlimited_ocr",
+        model_types=("unlimited_ocr_text",),
+        config=_ONE_DENSE,
+        packing=Packing(None, "its attention always sees the prompt at the start of the row"),
     ),
     Family(
         "vitpose_backbone",

@@ -63,6 +63,16 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """Holds what `tools/family_versions.py` found out about a family."""
+
+    since: str  # the oldest transformers in which its routes can be replayed
+    router: str  # the class of the module whose choice is replayed, in the newest transformers
+    choice: Choice
+    own_loss: bool  # the family computes a load-balancing loss from the live logits
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """Describes one MoE family. Fields are set where they differ from the default; untested ones stay "not tried".
 
@@ -86,5 +96,6 @@ class Family:
     mixes_tokens: bool = False  # the router mixes the tokens of a batch: sequences run one at a time
     cache_of_the_encoder: bool = False  # the decoder's cache holds only the encoder's tokens
     checkpointing: str = NOT_TRIED  # activation checkpointing: YES, or a limitation
+    float32_router: str = NOT_TRIED  # its router can compute in float32 in a bfloat16 model: YES, or why not
     compiles: str = NOT_TRIED  # torch.compile(fullgraph=True): YES, or why not
     note: str = ""  # for the column `note` of the table in docs/families.md

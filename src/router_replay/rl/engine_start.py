@@ -54,16 +54,19 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
 
 def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
     engine = config.engine
+    defaults: dict[str, Any]
     if engine.kind == "embedded":
         from router_replay.engines.embedded import EmbeddedEngine
 
         dtype = getattr(torch, engine.dtype)
-        return EmbeddedEngine(folder, version=version, max_length=engine.max_length, dtype=dtype, **engine.arguments)
+        defaults = {"max_length": engine.max_length, "dtype": dtype, "router_dtype": config.model.router_dtype}
+        return EmbeddedEngine(folder, version=version, **{**defaults, **engine.arguments})
     if engine.kind == "vllm":
         from router_replay.engines.vllm.inprocess import VllmEngine
 
         on_cpu = not torch.cuda.is_available()
-        defaults: dict[str, Any] = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+        defaults = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+        defaults |= {"router_dtype": config.model.router_dtype}
         defaults |= {"dtype": engine.dtype, "max_model_len": engine.max_length, "use_tqdm_on_load": False}
         arguments = {**defaults, **engine.arguments}
         with environment({**(CPU_ENVIRONMENT if on_cpu else {}), **QUIET}, keep_existing=True):
@@ -72,6 +75,11 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         from router_replay.engines.vllm.http import VllmHttpEngine
 
         connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
+    elif engine.kind == "dynamo":
+        from router_replay.engines.dynamo import DynamoEngine
+
+        more = {"model": engine.model or None, "workers": engine.workers, **_of_server(config, folder)}
+        connected = DynamoEngine(engine.url, spec, version=version, **more)
     else:
         from router_replay.engines.sglang import SglangEngine
 

@@ -31,6 +31,7 @@ class Script(Transport):
         self.rows = True
         self.deaf = False  # to aborts
         self.load: Callable[[], dict[str, Any]] = lambda: {"reason": "", "progress": {}}
+        self.other_ranks: list[dict[str, Any]] = []  # what the other data-parallel ranks answer to a load
 
     async def generate(self, flight: Flight) -> list[Sample]:
         self.salts.append(flight.salt)
@@ -61,7 +62,7 @@ class Script(Transport):
         if method == "router_replay_find_weights":
             return [{"reason": ""}]
         await asyncio.sleep(0.05)
-        return [self.load()]
+        return [self.load(), *self.other_ranks]
 
     async def reset_prefix_cache(self) -> bool:
         return self.resets

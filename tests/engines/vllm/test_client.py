@@ -69,6 +69,26 @@ def test_weights_that_vanish_before_they_are_loaded_change_nothing(client: VllmC
     asyncio.run(work())
 
 
+def test_the_progress_of_a_request_comes_from_the_rank_that_computes_it(client: VllmClient, script: Script) -> None:
+    async def work() -> None:
+        kept = await submitted(client, script)
+        [name] = script.running
+        script.other_ranks = [{"reason": "", "progress": {name: 3}}, {"reason": "", "progress": {}}]
+        await asyncio.to_thread(client.update_weights, "folder", 1, "keep")
+        script.finish()
+        [completion] = await kept
+        assert completion.routes.versions.tolist() == [0, 0, 0, 1]
+        assert completion.versions.tolist() == [0, 1]
+
+    asyncio.run(work())
+
+
+def test_weights_that_one_rank_alone_refuses_end_the_engine(client: VllmClient, script: Script) -> None:
+    script.other_ranks = [{"reason": "no .safetensors file in folder"}]
+    with pytest.raises(EngineError, match=r"others refused it: no \.safetensors file in folder\. Restart vLLM"):
+        client.update_weights("folder", 1)
+
+
 def test_every_update_has_a_salt_of_its_own_whatever_its_version(client: VllmClient, script: Script) -> None:
     """With requests kept, vLLM resets no cache; a version that is used again must not find the old one's KV."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from router_replay.engines import Engine
+from router_replay.engines.vllm import versions
 from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.errors import EngineError
 from tests.engines.conftest import ENVIRONMENT, Checkpoints, environment
@@ -43,6 +44,7 @@ class Core:
 
     def __init__(self, model: str, packed: bool) -> None:
         import torch
+        import vllm
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -55,7 +57,8 @@ class Core:
 
         delivery.install()
         arguments = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 32}
-        with environment(**ENVIRONMENT, **{delivery.ENVIRONMENT: str(os.getppid()) if packed else None}):
+        runner = versions.model_runner(vllm.__version__)
+        with environment(**ENVIRONMENT, **runner, **{delivery.ENVIRONMENT: str(os.getppid()) if packed else None}):
             config = EngineArgs(model, enable_return_routed_experts=True, **arguments).create_engine_config()
             config.cache_config.block_size = BLOCK
             config.cache_config.num_gpu_blocks = BLOCKS
@@ -67,6 +70,8 @@ class Core:
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self.outputs = OutputProcessor(None, log_stats=False)
         self._conversations: dict[str, int] = {}
+        self._second_runner = versions.uses_second_runner(vllm.__version__)
+        self._sent: dict[str, int] = {}  # rows that the second model runner has sent of each request
         self._under_way: collections.deque[tuple[Any, Any]] = collections.deque()
         self.arrays = 0  # that were sent
         self.logprob_arrays = 0
@@ -107,25 +112,49 @@ class Core:
 
     def _compute(self, scheduled: Any) -> Any:
         """What the worker answers. It orders requests as it likes, which is not the scheduler's order."""
-        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, RoutedExpertsLists
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
         names = sorted(scheduled.num_scheduled_tokens, key=lambda name: name[::-1])
-        rows, slots, sampled, logprobs = [], [], [], []
+        spans, sampled, logprobs = {}, [], []
         for name in names:
             request = self.scheduler.requests[name]
             end = request.num_computed_tokens
-            first = end - scheduled.num_scheduled_tokens[name]
+            spans[name] = end - scheduled.num_scheduled_tokens[name], end
+            sampled.append([] if request.is_prefill_chunk else [5])
+            logprobs.append([logprob_of(self._conversations[name], end)])
+        count = len(names)
+        lists = LogprobsLists(np.full((count, 1), 5), np.asarray(logprobs, np.float32), np.ones(count, np.int64), None)
+        places = {name: place for place, name in enumerate(names)}
+        rows = self._rows_by_request if self._second_runner else self._rows_by_slot
+        return ModelRunnerOutput(names, places, sampled, logprobs=lists, **rows(scheduled, spans, sampled))
+
+    def _rows_by_slot(self, scheduled: Any, spans: dict[str, tuple[int, int]], sampled: list[list[int]]) -> Any:
+        """What the first model runner sends: the rows of all tokens of a step, and where their KV lies."""
+        from vllm.v1.outputs import RoutedExpertsLists
+
+        rows, slots = [], []
+        for name, (first, end) in spans.items():
             blocks = np.asarray(self.scheduler.kv_cache_manager.get_blocks(name).get_block_ids()[0])
             positions = np.arange(first, end)
             rows.append(rows_of(self._conversations[name], first, end))
             slots.append(blocks[positions // BLOCK] * BLOCK + positions % BLOCK)
-            sampled.append([] if request.is_prefill_chunk else [5])
-            logprobs.append([logprob_of(self._conversations[name], end)])
-        routed = RoutedExpertsLists(np.concatenate(rows).astype(np.int32), np.concatenate(slots))
-        count = len(names)
-        lists = LogprobsLists(np.full((count, 1), 5), np.asarray(logprobs, np.float32), np.ones(count, np.int64), None)
-        places = {name: place for place, name in enumerate(names)}
-        return ModelRunnerOutput(names, places, sampled, logprobs=lists, routed_experts=routed)
+        return {"routed_experts": RoutedExpertsLists(np.concatenate(rows).astype(np.int32), np.concatenate(slots))}
+
+    def _rows_by_request(self, scheduled: Any, spans: dict[str, tuple[int, int]], sampled: list[list[int]]) -> Any:
+        """What the second one sends: the rows of each request that sampled a token, from those that it sent before."""
+        from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+
+        metadata = scheduled.aux_output_connector_metadata
+        for name in metadata.finished_requests:  # also the preempted ones
+            self._sent.pop(name, None)
+        outputs = {}
+        for (name, (_, end)), tokens in zip(spans.items(), sampled, strict=True):
+            first = self._sent.setdefault(name, metadata.requests[name])
+            if tokens:
+                rows = rows_of(self._conversations[name], first, end).astype(np.uint8)
+                outputs[name] = AuxRequestOutput(first, rows)
+                self._sent[name] = end
+        return {"aux_output_connector_output": outputs}
 
     def _read(self, scheduled: Any, answer: Any) -> None:
         for message in self.scheduler.update_from_output(scheduled, answer).values():
@@ -261,13 +290,16 @@ def test_where_it_is_not_for_us_rows_are_left_to_vllm(
     variable: str | None, change: dict[str, Any], expected: str
 ) -> None:
     made = {"captures": True, "speculative": None, "replicas": 1} | change
-    config = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(enable_return_routed_experts=made["captures"]),
-        speculative_config=made["speculative"],
-        parallel_config=types.SimpleNamespace(data_parallel_size=made["replicas"]),
-    )
+    switch = types.SimpleNamespace(enable_return_routed_experts=made["captures"])
+    rest = {
+        "speculative_config": made["speculative"],
+        "parallel_config": types.SimpleNamespace(data_parallel_size=made["replicas"]),
+    }
+    up_to_0_30 = types.SimpleNamespace(model_config=switch, **rest)
+    since_0_31 = types.SimpleNamespace(model_config=types.SimpleNamespace(), aux_output_config=switch, **rest)
     with environment(**{delivery.ENVIRONMENT: variable}):
-        assert expected in delivery.state(config)
+        assert expected in delivery.state(up_to_0_30)
+        assert expected in delivery.state(since_0_31)
 
 
 def test_both_ways_to_vllm_pack(vllm_engine: Engine, vllm_http_engine: Engine) -> None:

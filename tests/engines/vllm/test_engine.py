@@ -112,13 +112,16 @@ def test_a_request_longer_than_the_model_is_an_error_and_the_engine_lives(engine
 
 
 class WithoutPlugin:
-    async def call(self, method: str) -> object:
+    async def call_all(self, method: str) -> object:
         raise AttributeError(f"'Worker' object has no attribute {method!r}")
 
 
 class WithMonolithicKernel:
-    async def call(self, method: str) -> object:
-        return {"captures": True, "forced_routes": False, "reason": "a monolithic MoE kernel"}
+    """On its second rank only."""
+
+    async def call_all(self, method: str) -> object:
+        able = {"captures": True, "forced_routes": True, "reason": ""}
+        return [able, {"captures": True, "forced_routes": False, "reason": "a monolithic MoE kernel"}]
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from router_replay import wire
-from router_replay.engines import Engine, Request, Sampling
+from router_replay.engines import Completion, Engine, Request, Sampling
+from router_replay.engines.backend import Flight
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.plugin.inactive import NOTHING
+from router_replay.engines.vllm.token_routes import CompletionsRoute
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
-from tests.engines.conftest import GREEDY, KEY, LONG, Checkpoints, Servers, one, prompt
+from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt
 from tests.engines.stub import Reply, Stub, serving
 from tests.makers import random_routes
 
@@ -48,14 +53,8 @@ REQUEST = Request((7,), Sampling(max_tokens=1))
 
 
 def test_a_server_outside_the_tested_range_is_refused(fake: Stub) -> None:
-    fake.answers["/version"] = Reply({"version": "0.32.1"})
-    with pytest.raises(EngineError, match=r"vLLM 0\.32\.1 is outside the tested range 0\.26 to 0\.30"):
-        VllmHttpEngine(fake.url)
-
-
-def test_a_server_without_the_token_route_is_refused(fake: Stub) -> None:
-    del fake.answers["/inference/v1/generate"]
-    with pytest.raises(EngineError, match="start it with --enable-scale-out"):
+    fake.answers["/version"] = Reply({"version": "0.33.1"})
+    with pytest.raises(EngineError, match=r"vLLM 0\.33\.1 is outside the tested range 0\.26 to 0\.32"):
         VllmHttpEngine(fake.url)
 
 
@@ -91,6 +90,257 @@ def test_a_server_whose_vllm_does_not_fit_says_which_seam(fake: Stub) -> None:
         assert "X.y does not exist" in engine.capabilities.why_not
         assert not engine.capabilities.versions
         assert len(one(engine, REQUEST).token_ids) == 1
+
+
+def test_a_model_folder_of_this_machine_says_what_the_model_is(fake: Stub, tmp_path: pathlib.Path) -> None:
+    config = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4}
+    more = {"mlp_only_layers": [0], "decoder_sparse_step": 1, "vocab_size": 99, "eos_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    fake.answers["/v1/models"] = Reply({"data": [{"id": "moe", "root": str(tmp_path), "max_model_len": 64}]})
+    with VllmHttpEngine(fake.url) as engine:
+        assert (engine.spec, engine.vocabulary) == (SPEC, 99)
+        one(engine, REQUEST)
+        assert fake.bodies("/inference/v1/generate")[-1]["sampling_params"]["stop_token_ids"] == [8, 9]
+    with pytest.raises(EngineError, match="was given"):
+        VllmHttpEngine(fake.url, spec=RouterSpec(8, 2, (0,)))
+
+
+# -- /v1/completions ----------------------------------------------------------------------------------
+
+
+def completion(tokens: int = 1, rows: int = 1, **changes: Any) -> dict[str, Any]:
+    given = {
+        "index": 0, "text": "", "token_ids": [5] * tokens, "finish_reason": "length",
+        "logprobs": {"token_logprobs": [-0.5] * tokens},
+        "routed_experts": wire.to_vllm(random_routes(rows, SPEC)),
+    }  # fmt: skip
+    return {"choices": [given | changes]}
+
+
+@pytest.fixture
+def completing(fake: Stub) -> Stub:
+    """A server without /inference/v1/generate, as vLLM from 0.30 on is by default."""
+    del fake.answers["/inference/v1/generate"]
+    fake.answers["/v1/models"] = Reply({"data": [{"id": "moe", "root": "org/moe", "max_model_len": 16}]})
+    fake.answers["/v1/completions"] = Reply(completion())
+    return fake
+
+
+def test_a_server_without_the_token_route_is_asked_by_completions(completing: Stub) -> None:
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        completing.answers["/v1/completions"] = Reply(completion(tokens=2, rows=3))
+        sampling = Sampling(max_tokens=2, seed=3, stop_token_ids=(9,))
+        [sample] = engine.generate([Request((7, 8, 9), sampling, start=1)])
+    assert (sample.token_ids.tolist(), sample.logprobs.tolist(), len(sample.routes)) == ([5, 5], [-0.5, -0.5], 3)
+    body = completing.bodies("/v1/completions")[-1]
+    expected = {
+        "prompt": [7, 8, 9], "max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": [9],
+        "ignore_eos": False, "n": 1, "logprobs": 0, "return_token_ids": True, "routed_experts_prompt_start": 1,
+    }  # fmt: skip
+    assert {name: body[name] for name in expected} == expected
+    # The defaults of a generation_config.json must not reach a request.
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: body[name] for name in neutral} == neutral
+
+
+def test_rows_are_cut_here_where_the_server_returns_all(completing: Stub) -> None:
+    """Up to 0.27, /v1/completions ignores routed_experts_prompt_start without an error."""
+    completing.answers["/version"] = Reply({"version": "0.27.1"})
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        rows = random_routes(4, SPEC)
+        completing.answers["/v1/completions"] = Reply(completion(2, routed_experts=wire.to_vllm(rows)))
+        [sample] = engine.generate([Request((7, 8, 9), Sampling(max_tokens=2), start=1)])
+        assert "routed_experts_prompt_start" not in completing.bodies("/v1/completions")[-1]
+        assert sample.routes.same_sets(rows[1:])
+        completing.answers["/v1/completions"] = Reply(completion(2, rows=3))
+        with pytest.raises(EngineError, match="expected 4 rows"):
+            engine.generate([Request((7, 8, 9), Sampling(max_tokens=2), start=1)])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (completion(token_ids=None), "has no token_ids"),
+        (completion(token_ids=[-1]), "is not the expected JSON"),
+        (completion(logprobs=None), "1 tokens, 0 log-probs"),
+        (completion(logprobs={"token_logprobs": [None]}), "is not the expected JSON"),
+        (completion(rows=2), "expected 1 rows"),
+        (completion(routed_experts=None), "1 tokens without their experts"),
+        (completion(index=1), "asked for 1 samples"),
+        ({"choices": []}, "asked for 1 samples"),
+        ({"object": "error"}, "is not the expected JSON"),
+    ],
+)
+def test_a_completion_that_does_not_fit_is_no_sample(completing: Stub, answer: Any, message: str) -> None:
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        completing.answers["/v1/completions"] = Reply(answer)
+        with pytest.raises(EngineError, match=message):
+            one(engine, REQUEST)
+
+
+def test_a_sample_that_the_server_ended_early_is_an_error(completing: Stub) -> None:
+    """A generation config of the server can limit every request; the model's own limit is no error."""
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        completing.answers["/v1/completions"] = Reply(completion(tokens=2, rows=4))
+        with pytest.raises(EngineError, match=r"asked for up to 9 tokens, and the server ended the sample at 2"):
+            engine.generate([Request((7, 8, 9), Sampling(max_tokens=9))])
+        completing.answers["/v1/completions"] = Reply(completion(tokens=2, rows=15))
+        [sample] = engine.generate([Request((7,) * 14, Sampling(max_tokens=9))])
+        assert len(sample.token_ids) == 2
+        # The server would refuse more tokens than there is room for, where /inference/v1/generate ends the sample.
+        assert completing.bodies("/v1/completions")[-1]["max_tokens"] == 2
+
+
+# -- what vLLM's own calls can do ---------------------------------------------------------------------
+
+
+async def begun(engine: Engine, fake: Stub, path: str, request: Request) -> asyncio.Task[list[Completion]]:
+    """Submit a request, and return when the server has it."""
+    before = len(fake.bodies(path))
+    task = asyncio.create_task(engine.submit(request))
+    while len(fake.bodies(path)) == before:
+        await asyncio.sleep(0.005)
+    return task
+
+
+@pytest.mark.parametrize("aborts", ["/abort_requests", "/inference/v1/abort_requests"])
+@pytest.mark.parametrize(
+    ("path", "answer", "name"),
+    [
+        ("/inference/v1/generate", choice, "generate-tokens-{}"),
+        ("/v1/completions", completion, "cmpl-{}-0"),
+    ],
+)
+def test_an_abort_names_the_request_as_the_server_does(
+    completing: Stub, aborts: str, path: str, answer: Any, name: str
+) -> None:
+    ended = threading.Event()
+
+    def aborted(_: Any) -> Reply:
+        ended.wait(10)
+        return Reply(answer(finish_reason="abort"))
+
+    async def work(engine: Engine) -> list[Completion]:
+        completing.answers |= {path: aborted, aborts: lambda _: (ended.set(), Reply({}))[1]}
+        task = await begun(engine, completing, path, REQUEST)
+        return [*await asyncio.to_thread(engine.abort), *await task]
+
+    completing.answers |= {path: Reply(answer()), aborts: Reply({})}
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        results = asyncio.run(work(engine))
+    assert completing.bodies(aborts)[-1] == {"request_ids": [name.format(completing.bodies(path)[-1]["request_id"])]}
+    assert [(result.finish_reason, len(result.token_ids)) for result in results] == [("abort", 1)] * 2
+
+
+def test_a_server_that_cannot_abort_drops_a_request_whose_connection_closes(fake: Stub) -> None:
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert "an abort returns nothing of what was sampled" in engine.capabilities.why_not
+        fake.answers["/inference/v1/generate"] = Reply(choice(), seconds=60)
+
+        async def work() -> list[Any]:
+            task = await begun(engine, fake, "/inference/v1/generate", Request((7,), Sampling(max_tokens=1, n=2)))
+            return [*await asyncio.to_thread(engine.abort), *await task]
+
+        results = asyncio.run(work())
+    assert [(result.index, result.finish_reason, len(result.token_ids)) for result in results] == [
+        (0, "abort", 0), (1, "abort", 0), (0, "abort", 0), (1, "abort", 0)
+    ]  # fmt: skip
+
+
+def test_a_server_without_a_pause_keeps_no_request(fake: Stub) -> None:
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        fake.answers["/inference/v1/generate"] = Reply(choice(), seconds=60)
+
+        async def work() -> None:
+            task = await begun(engine, fake, "/inference/v1/generate", REQUEST)
+            with pytest.raises(EngineError, match=r"a pause cannot keep requests.* Choose in_flight='abort' or 'wait'"):
+                await asyncio.to_thread(engine.pause, "keep")
+            await asyncio.to_thread(engine.pause, "abort")
+            assert [(one.finish_reason, len(one.token_ids)) for one in await task] == [("abort", 0)]
+            fake.answers["/inference/v1/generate"] = Reply(choice())
+            later = asyncio.create_task(engine.submit(REQUEST))
+            await asyncio.sleep(0.05)
+            assert not later.done()
+            await asyncio.to_thread(engine.resume)
+            assert len(await later) == 1
+
+        asyncio.run(work())
+    assert not fake.bodies("/pause")
+
+
+def server_info(**changes: Any) -> Reply:
+    return Reply({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}, **changes}})
+
+
+def test_a_server_that_tells_its_settings_is_taken_at_its_word(fake: Stub) -> None:
+    fake.answers["/server_info"] = server_info()
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert len(one(engine, Request((7,), Sampling(max_tokens=1, temperature=0.7))).token_ids) == 1
+
+
+@pytest.mark.parametrize(("version", "stale"), [("0.30.0", True), ("0.31.0", False), ("0.32.0", False)])
+@pytest.mark.parametrize(
+    "settings",
+    [{"cache_config": {"kv_offloading_size": 4.0}}, {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}],
+)
+def test_a_server_that_offloads_kv_is_refused_where_its_rows_are_stale(
+    fake: Stub, version: str, stale: bool, settings: Any
+) -> None:
+    fake.answers |= {"/version": Reply({"version": version}), "/server_info": server_info(**settings)}
+    with (
+        pytest.raises(EngineError, match="rows that do not belong to their tokens") if stale else nullcontext(),
+        VllmHttpEngine(fake.url, spec=SPEC),
+    ):
+        pass
+
+
+# -- several ranks ------------------------------------------------------------------------------------
+
+REPORT = {
+    "captures": True, "forced_routes": True, "reason": "", "logprobs_mode": "processed_logprobs",
+    "config": json.dumps({"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 99,
+                          "num_hidden_layers": 4, "mlp_only_layers": [0]}),
+    "generation_config": "{}",
+}  # fmt: skip
+
+
+def test_a_server_of_which_only_one_rank_answers_is_refused(fake: Stub) -> None:
+    fake.answers |= {"/collective_rpc": Reply({"results": [REPORT]}), "/get_world_size": Reply({"world_size": 2})}
+    with pytest.raises(EngineError, match=r"the server has 2 ranks, and .* has the answers of 1"):
+        VllmHttpEngine(fake.url)
+    del fake.answers["/get_world_size"]
+    with pytest.raises(EngineError, match="get_world_size answered 404"):
+        VllmHttpEngine(fake.url)
+
+
+def test_what_one_rank_cannot_do_the_server_cannot(fake: Stub) -> None:
+    other = {**REPORT, "forced_routes": False, "reason": "no rule"}
+    fake.answers |= {
+        "/collective_rpc": Reply({"results": [REPORT, other]}), "/get_world_size": Reply({"world_size": 2})
+    }  # fmt: skip
+    with VllmHttpEngine(fake.url) as engine:
+        assert (engine.capabilities.forced_routes, engine.capabilities.why_not) == (False, "no rule")
+    fake.answers["/collective_rpc"] = Reply({"results": [REPORT, {**REPORT, "active": False, "reason": "seam"}]})
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert (engine.capabilities.versions, "seam" in engine.capabilities.why_not) == (False, True)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_an_update_that_not_every_rank_answers_ends_the_engine(fake: Stub, workers: int) -> None:
+    loaded = {"reason": "", "progress": {}}
+
+    def answer(body: Any) -> Reply:
+        if "report" in body["method"]:
+            return Reply({"results": [REPORT, REPORT]})
+        return Reply({"results": [loaded] * (workers if "update_weights" in body["method"] else 2)})
+
+    fake.answers |= {"/collective_rpc": answer, "/get_world_size": Reply({"world_size": 2})}
+    fake.answers |= {path: Reply({"success": True}) for path in ("/pause", "/resume", "/reset_prefix_cache")}
+    with VllmHttpEngine(fake.url) as engine:
+        with pytest.raises(EngineError, match=f"expected the answers of 2 workers, got {workers}"):
+            engine.update_weights("/weights", 1)
+        assert engine.version == 0
 
 
 def test_a_server_that_captures_nothing_says_so(fake: Stub) -> None:
@@ -189,6 +439,26 @@ def test_rows_of_the_openai_routes(
         assert rows.same_sets(expected.routes[start:]), path
 
 
+def test_rows_are_forced_over_completions_too(vllm_http_engine: Engine, servers: Servers) -> None:
+    """For a server with the plugin and without --enable-scale-out."""
+    request = Request(prompt(), GREEDY, start=2, forced_routes=random_routes(40, vllm_http_engine.spec, seed=3))
+    route = CompletionsRoute(cuts_rows=True, context=256)
+
+    async def body() -> dict[str, Any]:
+        flight = Flight(request)
+        flight.salt = "completions"
+        return route.body(flight, ())
+
+    status, answer = post(servers.ours.url + route.path, asyncio.run(body()))
+    assert status == 200, answer
+    [sample] = route.samples(json.dumps(answer).encode(), request, vllm_http_engine.spec)
+    expected = one(vllm_http_engine, request)
+    assert sample.rows is not None
+    assert sample.rows.same_sets(expected.routes)
+    assert list(sample.token_ids) == expected.token_ids.tolist()
+    assert np.array_equal(np.asarray(sample.logprobs, np.float32), expected.logprobs)
+
+
 @pytest.mark.parametrize("text", ["AAAA", "not base64!", 5, None])
 def test_bad_rows_are_an_error_of_the_request_and_the_server_lives(
     vllm_http_engine: Engine, servers: Servers, text: Any
@@ -207,28 +477,3 @@ def test_too_many_rows_are_an_error_of_the_request(vllm_http_engine: Engine, ser
     extra = {"extra_args": extra_arguments(random_routes(3, vllm_http_engine.spec))}
     status, answer = post(servers.ours.url + "/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": extra})
     assert (status, "3 forced rows, 2 prompt tokens" in answer["error"]["message"]) == (400, True)
-
-
-def test_a_users_own_server_without_the_plugin_then_killed_in_the_middle_of_a_batch(
-    vllm_http_engine: Engine, servers: Servers
-) -> None:
-    """One server for both, since it is gone afterwards."""
-    spec, url = vllm_http_engine.spec, servers.plain.url
-    with servers.plain.wait(lambda: VllmHttpEngine(url, spec=spec)) as engine:
-        assert engine.capabilities.routes
-        assert "plugin is not active" in engine.capabilities.why_not
-        plain, ours = (one(server, Request(prompt(), GREEDY)) for server in (engine, vllm_http_engine))
-        assert np.array_equal(plain.token_ids, ours.token_ids)
-        assert plain.routes.same_sets(ours.routes)
-
-        async def work() -> list[Any]:
-            tasks = [asyncio.create_task(engine.submit(Request(prompt(seed), LONG))) for seed in range(6)]
-            await asyncio.sleep(0.2)
-            servers.plain.kill()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = asyncio.run(work())
-        assert len(results) == 6
-        assert all(isinstance(result, EngineError) for result in results), results
-        with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
-            engine.generate([Request(prompt(), GREEDY)])

@@ -115,36 +115,62 @@ def test_a_rule_that_is_not_known_is_refused() -> None:
         find_rule(custom_router(squared), 8, torch.float32, CPU)
 
 
-def test_a_monolithic_kernel_is_refused_with_the_reason() -> None:
+class Layer(torch.nn.Module):
+    """What is read of a MoE layer of vLLM."""
+
+    layer_id = 0
+    do_naive_dispatch_combine = False
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.router = cpu_router()
+        self._quant_method = SimpleNamespace(is_monolithic=False)
+        self.moe_config = SimpleNamespace(is_sequence_parallel=False)
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "message"),
+    [
+        (
+            {"_quant_method": SimpleNamespace(is_monolithic=True)},
+            (0,),
+            r"0 uses a monolithic MoE kernel .* choose a modular kernel.* --moe-backend triton",
+        ),
+        ({"do_naive_dispatch_combine": True}, (0,), "0: its kernel gathers the tokens of all ranks before routing"),
+        ({"moe_config": SimpleNamespace(is_sequence_parallel=True)}, (0,), "0: sequence parallelism splits the tokens"),
+        ({}, (0, 1), r"routers in layers \[0\], expected \[0, 1\] from its config"),
+    ],
+)
+def test_layers_in_which_no_rows_can_be_forced_are_refused(changes: Any, layers: Any, message: str) -> None:
     from router_replay.engines.vllm.plugin.routes.forcing import find_routers
     from router_replay.spec import RouterSpec
 
-    class Layer(torch.nn.Module):
-        layer_id = 0
-        router = cpu_router()
-        _quant_method = SimpleNamespace(is_monolithic=True)
-
-    with pytest.raises(EngineError, match=r"0 uses a monolithic MoE kernel .* choose a modular kernel"):
-        find_routers(torch.nn.Sequential(Layer()), RouterSpec(E, K, (0,)))
-    Layer._quant_method = SimpleNamespace(is_monolithic=False)
-    with pytest.raises(EngineError, match=r"routers in layers \[0\], expected \[0, 1\] from its config"):
-        find_routers(torch.nn.Sequential(Layer()), RouterSpec(E, K, (0, 1)))
+    with pytest.raises(EngineError, match=message):
+        find_routers(torch.nn.Sequential(Layer(**changes)), RouterSpec(E, K, layers))
+    assert len(find_routers(torch.nn.Sequential(Layer()), RouterSpec(E, K, (0,)))) == 1
 
 
 @pytest.mark.parametrize(
     ("parallel", "more", "reason"),
     [
-        ({"data_parallel_size": 2}, {}, "data parallelism"),
-        ({"enable_dbo": True}, {}, "dual batch overlap"),
+        ({"pipeline_parallel_size": 2}, {}, "pipeline parallelism"),
+        ({"prefill_context_parallel_size": 2}, {}, "prefill context parallelism"),
+        ({"use_ubatching": True}, {}, "dual batch overlap"),
+        ({}, {"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)}, "fast prefill"),
         ({}, {"speculative_config": object()}, "speculative decoding"),
-        ({}, {"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
 def test_unsupported_combinations_are_refused_with_the_reason(parallel: Any, more: Any, reason: str) -> None:
     from router_replay.engines.vllm.plugin.routes.forcing import refuse_unsupported
 
-    one_process = {"data_parallel_size": 1, "pipeline_parallel_size": 1}
-    plain = {"speculative_config": None, "parallel_config": SimpleNamespace(**one_process)}
+    one_process = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False}
+    plain = {
+        "speculative_config": None,
+        "parallel_config": SimpleNamespace(**one_process),
+        "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
+    }
     refuse_unsupported(SimpleNamespace(**plain))
     changed = {**plain, "parallel_config": SimpleNamespace(**{**one_process, **parallel}), **more}
     with pytest.raises(EngineError, match=reason):

@@ -14,8 +14,8 @@ import pytest
 
 from router_replay.engines.vllm import versions
 from router_replay.engines.vllm.plugin import seams
+from router_replay.engines.vllm.plugin.runner import watch
 from router_replay.engines.vllm.plugin.seams import Seam
-from router_replay.engines.vllm.plugin.worker import WorkerState
 from router_replay.errors import EngineError
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -33,7 +33,7 @@ def place(first: int, *, second: int = 0) -> int:
         (Seam(f"{__name__}:Nothing", "", "called", ""), "Nothing does not exist"),
         (Seam(__name__, "nothing", "called", ""), "nothing does not exist"),
         (Seam(__name__, "place", "called", "", ("first", "third", "max")), "place has no third, max"),
-        (Seam("router_replay.engines.vllm.samples:Sample", "", "read", "", ("index",)), "has no index"),
+        (Seam("router_replay.engines.vllm.samples:Sample", "", "read", "", ("index", "lost")), "has no lost"),
     ],
 )
 def test_a_seam_says_what_is_not_as_it_must_be(seam: Seam, problem: str) -> None:
@@ -60,10 +60,34 @@ def test_the_range_of_versions_in_pyproject_is_the_tested_one() -> None:
     )
 
 
-def test_a_worker_whose_runner_lacks_the_seam_refuses_to_start() -> None:
-    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace())
-    with pytest.raises(EngineError, match="has no _prepare_inputs"):
-        WorkerState(worker)
+@pytest.mark.parametrize(("version", "runner"), [("0.30.0", "0"), ("0.32.0", "1")])
+def test_a_model_runner_that_lacks_the_seam_is_refused(version: str, runner: str) -> None:
+    other = types.SimpleNamespace(**{"prepare_inputs" if runner == "0" else "_prepare_inputs": lambda: None})
+    with pytest.raises(EngineError, match=f"prepare_inputs, .*: set VLLM_USE_V2_MODEL_RUNNER={runner}"):
+        watch(other, version, lambda: None, lambda step: None)
+
+
+@pytest.mark.parametrize(
+    ("versions_", "version", "holds"),
+    [
+        ("0.26-0.30", "0.26.0", True),
+        ("0.26-0.30", "0.30.1+cpu", True),
+        ("0.26-0.30", "0.31.0", False),
+        ("0.31-0.32", "0.30.9", False),
+        ("0.31-0.32", "0.32.0+cu130", True),
+        ("0.31-0.32", "0.33.0", False),
+    ],
+)
+def test_a_seam_holds_in_the_versions_that_it_names(versions_: str, version: str, holds: bool) -> None:
+    assert Seam(__name__, "place", "called", "", versions=versions_).holds(version) is holds
+
+
+def test_the_seams_together_cover_the_tested_versions_and_no_other() -> None:
+    for minor in range(versions.LOWEST[1], versions.BEYOND[1]):
+        runners = [seam for seam in seams.SEAMS if "prepare_inputs" in seam.name and seam.holds(f"0.{minor}.0")]
+        assert len(runners) == 1
+    for version in (f"0.{versions.LOWEST[1] - 1}.0", f"0.{versions.BEYOND[1]}.0"):
+        assert not [seam for seam in seams.SEAMS if seam.holds(version)]
 
 
 CHECKS = """
@@ -77,7 +101,7 @@ logging.getLogger("vllm").addHandler(logging.StreamHandler())
 
 def touched():
     found = {}
-    for seam in seams.SEAMS:
+    for seam in seams._seams():
         owner = seams._resolve(seam.owner)
         if seam.name and hasattr(owner, seam.name):
             found[seam.owner, seam.name] = getattr(owner, seam.name)
@@ -101,10 +125,9 @@ assert [one["name"] for one in report["seams"] if one["problem"]] == ["moved_awa
 # A version that was never tried is refused in the same way.
 seams.SEAMS = table
 import vllm
-tried, vllm.__version__ = vllm.__version__, "0.32.0"
+tried, vllm.__version__ = vllm.__version__, "0.33.0"
 plugin.register()
-assert touched() == before
-assert "0.32.0 is outside the tested range" in Worker.router_replay_report(None)["reason"]
+assert "0.33.0 is outside the tested range" in Worker.router_replay_report(None)["reason"]
 import os
 os.environ[plugin.ENVIRONMENT] = plugin.REQUIRED
 try:
@@ -112,16 +135,20 @@ try:
     raise SystemExit("required, and not refused")
 except EngineError as error:
     assert "NOT active" in str(error)
+vllm.__version__ = tried
 assert touched() == before
 
 # All fits: all of them are patched.
-vllm.__version__ = tried
 plugin.register()
 plugin.register()
 after = touched()
-wrapped = [(s.owner, s.name) for s in table if s.use == "wrapped" and s.name != "run_busy_loop"]
-assert len(wrapped) == 5 and all(after[place] is not before[place] for place in wrapped)
+wrapped = [s for s in seams._seams() if s.use == "wrapped" and s.name != "run_busy_loop" and s.part != "precision"]
+wrapped = [(s.owner, s.name) for s in wrapped]  # float32 routers were not asked for
+assert len(wrapped) == 7 and all(after[place] is not before[place] for place in wrapped)
 assert hasattr(Worker, "router_replay_update_weights")
+shown = Worker.router_replay_report.__globals__["seams"].table()
+runner = "0.31-0.32" if tried.startswith(("0.31", "0.32")) else "0.26-0.30"
+assert {one["versions"] for one in shown if "prepare_inputs" in one["name"]} == {runner}, shown
 print("all")
 """
 

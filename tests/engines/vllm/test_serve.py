@@ -12,6 +12,7 @@ import pytest
 
 from router_replay.cli import main
 from router_replay.engines.vllm import serve as vllm_serve
+from router_replay.engines.vllm.inprocess import _variables
 from router_replay.engines.vllm.serve import plugin_environment, server_command
 from router_replay.engines.vllm.versions import refuse_version
 from router_replay.errors import EngineError
@@ -34,9 +35,17 @@ def test_the_flags_of_each_version(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
 
 
 def test_a_list_of_allowed_plugins_gets_ours_too() -> None:
-    assert plugin_environment({"VLLM_PLUGINS": "other"})["VLLM_PLUGINS"] == "other,router_replay"
-    assert "VLLM_PLUGINS" not in plugin_environment({})
-    assert "VLLM_PLUGINS" not in plugin_environment({"VLLM_PLUGINS": "router_replay"})
+    assert plugin_environment({"VLLM_PLUGINS": "other"}, "0.30.0")["VLLM_PLUGINS"] == "other,router_replay"
+    assert "VLLM_PLUGINS" not in plugin_environment({}, "0.30.0")
+    assert "VLLM_PLUGINS" not in plugin_environment({"VLLM_PLUGINS": "router_replay"}, "0.30.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "runner"), [("0.26.0", "0"), ("0.30.1+cpu", "0"), ("0.31.0", "1"), ("0.32.0+cu130", "1")]
+)
+def test_each_version_runs_the_model_runner_that_captures(version: str, runner: str) -> None:
+    assert plugin_environment({"VLLM_USE_V2_MODEL_RUNNER": "7"}, version)["VLLM_USE_V2_MODEL_RUNNER"] == runner
+    assert _variables(True, version)["VLLM_USE_V2_MODEL_RUNNER"] == runner
 
 
 # -- who may reach it ---------------------------------------------------------------------------------
@@ -124,13 +133,13 @@ class Done:
     returncode = 0
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.32.0+cpu", "1.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "0.33.0rc1+cpu", "1.0"])
 def test_versions_that_were_not_tried_are_refused(version: str) -> None:
-    with pytest.raises(EngineError, match=r"outside the tested range 0\.26 to 0\.30"):
+    with pytest.raises(EngineError, match=r"outside the tested range 0\.26 to 0\.32"):
         refuse_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.28.0+cpu", "0.30.1"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.0+cpu", "0.30.1", "0.31.0", "0.32.2+cu130"])
 def test_versions_that_were_tried(version: str) -> None:
     refuse_version(version)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import pathlib
 import re
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from router_replay.engines import Completion, Request
 from router_replay.engines.shared_memory import PREFIX, SHARED_MEMORY, sweep
 from router_replay.engines.vllm.http import VllmHttpEngine
-from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
+from router_replay.engines.vllm.plugin.weights.loader import RELOADERS, WeightLoader, without_false_alarm
 from router_replay.engines.vllm.plugin.weights.sources import open_source
 from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
@@ -365,3 +366,28 @@ def test_wider_tensors_are_taken(weights: Weights, vllm_fresh_b: Completion, che
     with share(state) as shared:
         assert not weights.send(shared.info())
     assert same(weights.answer(), vllm_fresh_b)
+
+
+def test_weights_that_were_loaded_are_not_said_to_be_missing(
+    weights: Weights, checkpoints: Checkpoints, servers: Servers
+) -> None:
+    """vLLM warns after every reload of a MoE model that its experts were not loaded."""
+    assert not weights.send({"path": checkpoints.b})
+    weights.engine.update_weights(checkpoints.a, weights.engine.version + 1)
+    assert "not loaded from checkpoint" not in servers.ours.log.read_text()
+
+
+def test_other_warnings_and_those_of_other_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    message = "Following weights were not loaded from checkpoint: %s"
+    for name in RELOADERS:
+        logger = logging.getLogger(name)
+        logger.propagate = True  # vLLM has handlers of its own, and does not pass records on
+        logger.parent, parent = logging.getLogger(), logger.parent
+        try:
+            with without_false_alarm():
+                logger.warning(message, {"w13"})
+                logger.warning("something else")
+            logger.warning(message, {"w2"})
+        finally:
+            logger.parent = parent
+    assert caplog.messages == ["something else", message % {"w2"}] * 2

@@ -6,10 +6,12 @@ import types
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from router_replay.engines.vllm.plugin import worker
 from router_replay.engines.vllm.plugin.routes.forcing import FREE, ForcedRouting
+from router_replay.engines.vllm.plugin.runner import Step
 from router_replay.engines.vllm.plugin.worker import WorkerState
 from router_replay.engines.vllm.requests import extra_arguments
 from router_replay.routes import Routes
@@ -19,22 +21,15 @@ from tests.makers import random_routes
 SPEC = RouterSpec(16, 4, (0, 1, 2))
 
 
-class Runner:
-    """What of vLLM's model runner is read: its table of requests, and the batch of a step."""
+class Steps:
+    """The table of requests of a model runner, and the steps that it takes."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.scheduler_config = types.SimpleNamespace(max_num_batched_tokens=64)
-        self.compilation_config = types.SimpleNamespace(cudagraph_capture_sizes=None)
-        self.requests: dict[str, Any] = {}
-        self.input_batch: Any = None
+        self.live: set[str] = set()
 
-    def step(self, work: dict[str, tuple[int, int]], new: dict[str, Routes | None]) -> tuple[Any, np.ndarray]:
+    def step(self, work: dict[str, tuple[int, int]], new: dict[str, Routes | None]) -> Step:
         """`work`: for each request of the step, how far it is and how many tokens it computes."""
-        self.requests |= dict.fromkeys(new)
-        self.input_batch = types.SimpleNamespace(
-            req_ids=list(work), num_computed_tokens_cpu=np.array([first for first, _ in work.values()])
-        )
+        self.live |= new.keys()
         started = [
             types.SimpleNamespace(
                 req_id=name,
@@ -44,69 +39,108 @@ class Runner:
             )
             for name, rows in new.items()
         ]
-        return types.SimpleNamespace(scheduled_new_reqs=started), np.array([count for _, count in work.values()])
+        computed, scheduled = np.array(list(work.values())).T
+        return Step(list(work), scheduled, computed, set(self.live), started)
+
+
+def forced_routing() -> ForcedRouting:
+    runner = types.SimpleNamespace(
+        device=torch.device("cpu"),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=64),
+        compilation_config=types.SimpleNamespace(cudagraph_capture_sizes=None),
+    )
+    return ForcedRouting(runner, SPEC)
 
 
 def test_rows_lie_where_their_tokens_do_and_are_free_elsewhere() -> None:
-    runner = Runner()
-    forcing = ForcedRouting(runner, SPEC)
+    steps, forcing = Steps(), forced_routing()
     rows = random_routes(6, SPEC)
-    forcing.fill(*runner.step({"free": (0, 3), "forced": (0, 4)}, {"free": None, "forced": rows}))
+    forcing.fill(steps.step({"free": (0, 3), "forced": (0, 4)}, {"free": None, "forced": rows}))
     assert (forcing.buffer_TLK[:3] == FREE).all()
     assert np.array_equal(forcing.buffer_TLK[3:7].numpy(), rows.ids[:4])
-    forcing.fill(*runner.step({"forced": (4, 5)}, {}))
+    forcing.fill(steps.step({"forced": (4, 5)}, {}))
     assert np.array_equal(forcing.buffer_TLK[:2].numpy(), rows.ids[4:])
     assert (forcing.buffer_TLK[2:] == FREE).all()
-    forcing.fill(*runner.step({"forced": (9, 1), "free": (3, 1)}, {}))
+    forcing.fill(steps.step({"forced": (9, 1), "free": (3, 1)}, {}))
     assert (forcing.buffer_TLK == FREE).all()
     assert forcing.forced_rows == 6
 
 
+def test_rows_that_are_written_later_do_not_change_a_copy_that_is_still_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Model Runner V2 prepares a step while the device may not have copied the rows of the last one."""
+    steps, forcing = Steps(), forced_routing()
+    rows = random_routes(8, SPEC)
+    sources: list[torch.Tensor] = []
+
+    def later(_: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+        assert non_blocking
+        sources.append(source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", later)
+    forcing.fill(steps.step({"a": (0, 4)}, {"a": rows}))
+    forcing.fill(steps.step({"a": (4, 4)}, {}))
+    assert np.array_equal(sources[0].numpy(), rows.ids[:4])
+    assert np.array_equal(sources[1].numpy(), rows.ids[4:])
+
+
 def test_a_preempted_request_has_its_rows_again() -> None:
-    runner = Runner()
-    forcing = ForcedRouting(runner, SPEC)
+    steps, forcing = Steps(), forced_routing()
     rows = random_routes(4, SPEC)
-    forcing.fill(*runner.step({"a": (0, 4)}, {"a": rows}))
-    forcing.fill(*runner.step({"b": (0, 2)}, {"b": None}))  # a is out of the batch, and still in the table
-    forcing.fill(*runner.step({"a": (0, 6)}, {}))
+    forcing.fill(steps.step({"a": (0, 4)}, {"a": rows}))
+    forcing.fill(steps.step({"b": (0, 2)}, {"b": None}))  # a is out of the batch, and still in the table
+    forcing.fill(steps.step({"a": (0, 6)}, {}))
     assert np.array_equal(forcing.buffer_TLK[:4].numpy(), rows.ids)
+    steps.live.discard("a")  # as Model Runner V2 does: out of the table, and among the new requests when it continues
+    forcing.fill(steps.step({"c": (0, 2)}, {"c": None}))
+    forcing.fill(steps.step({"c": (2, 1), "a": (0, 6)}, {"a": rows}))
+    assert np.array_equal(forcing.buffer_TLK[1:5].numpy(), rows.ids)
 
 
 def test_rows_of_finished_requests_are_not_kept() -> None:
     """When nothing else runs, the step that says who finished never comes to where inputs are prepared."""
-    runner = Runner()
-    forcing = ForcedRouting(runner, SPEC)
+    steps, forcing = Steps(), forced_routing()
     for number in range(5):
-        forcing.fill(*runner.step({f"r{number}": (0, 4)}, {f"r{number}": random_routes(4, SPEC)}))
-        runner.requests.clear()
-    forcing.fill(*runner.step({"r4": (0, 4)}, {"r4": None}))  # the name again, without rows
+        forcing.fill(steps.step({f"r{number}": (0, 4)}, {f"r{number}": random_routes(4, SPEC)}))
+        steps.live.clear()
+    forcing.fill(steps.step({"r4": (0, 4)}, {"r4": None}))  # the name again, without rows
     assert forcing._rows == {}
     assert (forcing.buffer_TLK == FREE).all()
 
 
-def state_of(runner: Runner) -> WorkerState:
+def worker_state() -> WorkerState:
     state = WorkerState.__new__(WorkerState)  # without a model
-    state._runner, state._computed = runner, {}
+    state._computed = {}
     return state
 
 
 def test_what_is_computed_again_was_computed_before() -> None:
     """A swap of weights while a preempted request computes its prefix again: its tokens are the old weights'."""
-    runner = Runner()
-    state = state_of(runner)
+    steps, state = Steps(), worker_state()
     for first, count in ((0, 64), (64, 37), (0, 64)):
-        _, scheduled = runner.step({"a": (first, count)}, {})
-        state._note_progress(scheduled)
+        state._note_progress(steps.step({"a": (first, count)}, {}))
     assert state.progress() == {"a": 101}
+
+
+def test_a_long_request_is_not_forgotten_while_it_is_out_of_the_table(monkeypatch: Any) -> None:
+    """Model Runner V2 takes a preempted request out of its table; many newer ones may have finished meanwhile."""
+    monkeypatch.setattr(worker, "KEPT", 3)
+    steps, state = Steps(), worker_state()
+    for number in range(20):
+        name = f"r{number}"
+        state._note_progress(steps.step({"long": (number, 1), name: (0, 4)}, {"long": None, name: None}))
+        steps.live.discard(name)
+    steps.live.clear()
+    state._note_progress(steps.step({"other": (0, 4)}, {"other": None}))
+    assert state.progress()["long"] == 20
 
 
 def test_the_newest_of_the_finished_are_remembered(monkeypatch: Any) -> None:
     monkeypatch.setattr(worker, "KEPT", 3)
-    runner = Runner()
-    state = state_of(runner)
+    steps, state = Steps(), worker_state()
     for number in range(20):
-        _, scheduled = runner.step({f"r{number}": (0, 4)}, {f"r{number}": None})
-        state._note_progress(scheduled)
-        runner.requests.clear()
+        state._note_progress(steps.step({f"r{number}": (0, 4)}, {f"r{number}": None}))
+        steps.live.clear()
     assert {"r17", "r18", "r19"} <= set(state.progress())
     assert len(state.progress()) <= 8

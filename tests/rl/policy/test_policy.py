@@ -153,6 +153,33 @@ def test_bfloat16_keeps_float32_master_weights(make: Callable[..., Policy]) -> N
     policy.update(mini, policy.score(mini))
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("checkpointing", ["off", "non_reentrant"])
+def test_float32_routers_in_a_bfloat16_policy(make: Callable[..., Policy], checkpointing: str) -> None:
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for router_dtype in ("model", "float32"):
+        policy = make(
+            "replay=r2",
+            "model.dtype=bfloat16",
+            f"model.router_dtype={router_dtype}",
+            f"model.gradient_checkpointing={checkpointing}",
+        )
+        seen = dtypes.setdefault(router_dtype, set())
+        for name, module in policy.model.named_modules():
+            if name in policy.replayer.router_names:
+                module.register_forward_hook(
+                    lambda module, args, out, seen=seen: seen.update({args[0].dtype, out[0].dtype, module.weight.dtype})
+                )
+        mini = mini_batch(policy, on_missing="live", routed=False)
+        scored = policy.score(mini)
+        with policy.replayer.record() as recording:
+            figures = policy.update(mini, scored)
+        assert figures["grad_norm"] > 0
+        assert recording.routes.same_sets(routes_of(scored))  # what was recorded is replayed
+        assert abs(figures["ppo_kl"]) < 1e-6  # to the bit: the same weights and the same experts
+    assert dtypes == {"model": {torch.bfloat16}, "float32": {torch.float32}}
+
+
 def test_warm_up(make: Callable[..., Policy]) -> None:
     policy = make("replay=off", "optimizer.lr=1e-3", "optimizer.warmup_steps=4")
     mini = mini_batch(policy)

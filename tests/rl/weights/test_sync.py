@@ -78,6 +78,16 @@ def test_fp8_rounds_the_matrices_and_leaves_routers_norms_embeddings_and_head(
     }  # fmt: skip
 
 
+def test_float32_routers_reach_a_bfloat16_engine_unrounded(model: torch.nn.Module, tmp_path: pathlib.Path) -> None:
+    state, routers = model.state_dict(), RouterReplay(model).router_names
+    config = EngineConfig(weights=str(tmp_path), dtype="bfloat16", quantize="fp8")
+    for wanted in (False, True):
+        given = WeightSync(config, model, routers, float32_routers=wanted).for_engine(state)
+        kept = {name for name, tensor in given.items() if tensor.dtype is torch.float32}
+        assert kept == ({f"{router}.weight" for router in routers} if wanted else set())
+        assert all(torch.equal(given[name], state[name]) for name in kept)
+
+
 def test_fp8_rounding_is_float8_with_one_scale_per_block() -> None:
     tensor = torch.randn(2, 130, 200, generator=torch.Generator().manual_seed(0)).clamp(min=-2, max=2)
     tensor[0, 0, 0] = 1e6  # beside it all others of its block, and of no other, are too small for a float8

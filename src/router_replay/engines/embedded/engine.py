@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -32,6 +32,7 @@ from router_replay.engines.embedded.weights import Source, copy_in_place, refuse
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.forward.inner import inner_model
+from router_replay.forward.router_precision import compute_routers_in_float32
 from router_replay.replay import RouterReplay
 
 Future = concurrent.futures.Future
@@ -45,7 +46,8 @@ class EmbeddedEngine(Engine):
     the policy version of the weights that the model has now. `max_batch` limits the samples that decode together,
     `max_prefill_tokens` the prompt tokens of one pass (a longer prompt gets a separate pass), and `max_length` the
     tokens of prompt plus completion (by default the model's own limit). `eos_token_id` is the token, or the tokens,
-    that end a sequence (by default those of the model's config).
+    that end a sequence (by default those of the model's config). `router_dtype="float32"` computes the routers' logits
+    in float32, whatever the dtype of the model is.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class EmbeddedEngine(Engine):
         max_prefill_tokens: int = 16384,
         max_length: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
+        router_dtype: Literal["model", "float32"] = "model",
         **load_arguments: Any,
     ) -> None:
         max_batch = checks.integer(max_batch, "max_batch", 1, checks.TOKEN_LIMIT)
@@ -64,8 +67,10 @@ class EmbeddedEngine(Engine):
         if max_length is not None:
             max_length = checks.integer(max_length, "max_length", 1, checks.TOKEN_LIMIT)
         version = checks.version(version)
-        if isinstance(model, str | os.PathLike):
-            model = AutoModelForCausalLM.from_pretrained(os.fspath(model), **load_arguments)
+        checks.router_dtype(router_dtype)
+        folder = model if isinstance(model, str | os.PathLike) else None
+        if folder is not None:
+            model = AutoModelForCausalLM.from_pretrained(os.fspath(folder), **load_arguments)
         elif load_arguments:
             raise EngineError(
                 f"{', '.join(load_arguments)}: these arguments are for loading a folder, but the model is already "
@@ -77,6 +82,10 @@ class EmbeddedEngine(Engine):
                 f"{type(inner).__name__} cannot generate: expected a decoder-only model with a language-model head, "
                 "as AutoModelForCausalLM loads it"
             )
+        if router_dtype == "float32":
+            compute_routers_in_float32(model)
+            if folder is not None:  # loading has rounded the routers' weights to the model's dtype
+                copy_in_place(inner, stage(inner, folder))
         why = why_one_at_a_time(inner.config)
         why = f"samples are generated one at a time: {why}" if why else ""
         text = inner.config.get_text_config(decoder=True)

@@ -50,7 +50,7 @@ def stage(model: Any, source: Source) -> dict[str, Any]:
             folder,
             config=copy.deepcopy(model.config),  # the running model's config, so that the folder needs only weights
             generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
-            dtype=model.dtype,
+            dtype=_widest(model),
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -63,6 +63,12 @@ def stage(model: Any, source: Source) -> dict[str, Any]:
     if wrong:
         raise EngineError(f"the weights of {folder} do not fit {type(model).__name__}: {'; '.join(wrong)}")
     return _fitting(model, loaded.state_dict(), folder)
+
+
+def _widest(model: Any) -> torch.dtype:
+    """Return float32 if a part of the model is float32, such as its routers; `copy_in_place` rounds for the others."""
+    in_float32 = any(parameter.dtype is torch.float32 for parameter in model.parameters())
+    return torch.float32 if in_float32 else model.dtype
 
 
 def copy_in_place(model: Any, tensors: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from router_replay.engines.backend import Backend, BrokenError, Flight, Progress
 from router_replay.engines.base import SharedTensors, WeightSource
 from router_replay.engines.remote import RemoteEngine
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
-from router_replay.engines.vllm.samples import Sample, completion_of, progress_of
+from router_replay.engines.vllm.samples import Sample, completion_of, progress_of_all
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 
@@ -27,6 +27,8 @@ class Transport(abc.ABC):
     capabilities: Capabilities
     logprobs_mode: str = "processed_logprobs"
     vocabulary: int | None = None
+    cannot_hold: str = ""
+    """Why the engine cannot stop computing and keep its requests; empty if it can."""
 
     @abc.abstractmethod
     async def generate(self, flight: Flight) -> list[Sample]:
@@ -112,12 +114,17 @@ class VllmBackend(Backend):
         await self.transport.abort([flight.name for flight in flights])
 
     async def hold(self, kept: Sequence[Flight]) -> None:
-        """Pause vLLM, which keeps all running requests."""
-        await self.transport.pause("keep")
+        """Pause vLLM, which keeps all running requests. Raises EngineError if it cannot keep those in `kept`."""
+        if not self.transport.cannot_hold:
+            await self.transport.pause("keep")
+        elif kept:
+            raise EngineError(f"{self.transport.cannot_hold}. Choose in_flight='abort' or 'wait'")
+        # Otherwise nothing is held: the requests of this engine have ended, and new ones wait until it resumes.
 
     async def go(self) -> None:
         """Let vLLM continue."""
-        await self.transport.resume()
+        if not self.transport.cannot_hold:
+            await self.transport.resume()
 
     async def find(self, source: WeightSource) -> None:
         """Raise EngineError if one of the workers cannot open these weights, or they do not fit its model."""
@@ -143,7 +150,7 @@ class VllmBackend(Backend):
         if refused:
             raise _broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
         try:
-            progress = progress_of(answers[0].get("progress", {}))
+            progress = progress_of_all([answer.get("progress", {}) for answer in answers])
             reset = await self.transport.reset_prefix_cache()
         except Exception as error:  # the new weights are loaded, and would be reported as the old version
             raise _broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error

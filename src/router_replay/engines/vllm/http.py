@@ -1,42 +1,51 @@
-"""Connects to a vLLM server, ours or a user's own, by URL: `/inference/v1/generate`, tokens in and tokens out.
+"""Connects to a vLLM server by URL, with or without our plugin: token ids in, token ids and routes out.
 
-    with VllmHttpEngine("http://127.0.0.1:8000") as engine:
+    with VllmHttpEngine("http://127.0.0.1:8000", spec=spec) as engine:
         print(engine.capabilities.why_not)      # what this server cannot do, found out when connecting
 
-`engines/http.py` describes which calls are retried and which failures raise EngineError; partially received answers
-are discarded.
+Every server captures. The plugin adds forced routes, weights and policy versions; vLLM's development mode adds pauses
+that keep requests, and aborts that return what was sampled. `engines/http.py` describes which calls are retried and
+which failures raise EngineError; partially received answers are discarded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from router_replay import wire
 from router_replay.engines import checks
 from router_replay.engines.backend import Flight
-from router_replay.engines.http import Http, TokenId, answer_limit, checked_url, decoded, parsed, printable, refusal
+from router_replay.engines.http import Http, answer_limit, checked_url, decoded, parsed, printable, refusal
+from router_replay.engines.stale import check_server
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmClient
-from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
+from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, ServedModel, read_report
+from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.engines.vllm.samples import Sample
-from router_replay.engines.vllm.versions import refuse_version
+from router_replay.engines.vllm.token_routes import COMPLETIONS_CUT_ROWS, CompletionsRoute, GenerateRoute, TokenRoute
+from router_replay.engines.vllm.token_routes import GENERATE as GENERATE
+from router_replay.engines.vllm.token_routes import samples_of as samples_of
+from router_replay.engines.vllm.versions import numbers_of, refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
-GENERATE = "/inference/v1/generate"
 WORKERS_LIMIT = 64 << 20  # bytes: each of many workers reports the progress of thousands of requests
+NOBODY = "router-replay-nobody"  # aborting this unknown request shows whether a server has the call
+ABORTS = ("/abort_requests", "/inference/v1/abort_requests")  # in development mode, and from 0.32 with scale-out
 
 
 class VllmHttpEngine(VllmClient):
     """Connects to one vLLM server at `url`. `version` is the policy version of the weights that it has now.
 
     `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
-    `spec` is required if the server lacks the plugin; `vocabulary`, the vocabulary size, is optional there.
-    `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
+    `spec` is required if the server lacks the plugin and its model is not a folder of this machine; `vocabulary`, the
+    vocabulary size, is optional there. `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for
+    64 consecutive tokens.
     """
 
     def __init__(
@@ -56,54 +65,36 @@ class VllmHttpEngine(VllmClient):
         )
 
 
-class _TokenLogprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: list[TokenId] | None = None
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-    routed_experts: str | None = None
-
-
-class _Response(msgspec.Struct):
-    choices: list[_Choice]
-
-
-def samples_of(body: bytes, spec: RouterSpec) -> list[Sample]:
-    """Return the choices of a generate response. Raises EngineError if the body is not a valid response."""
-    response = decoded(body, _Response, f"the server's answer to {GENERATE}")
-    samples = []
-    for choice in response.choices:
-        content = (choice.logprobs.content if choice.logprobs else None) or []
-        rows = None
-        if choice.routed_experts is not None:
-            rows = wire.from_vllm(choice.routed_experts, spec, allow_zero_layers=True)  # CaptureWatch counts them
-        logprobs = [token.logprob for token in content]
-        samples.append(Sample(choice.index, choice.token_ids or [], logprobs, rows, choice.finish_reason))
-    return samples
-
-
-class _Report(msgspec.Struct):
-    """Holds the fields of the plugin's report that are used here."""
-
-    captures: bool
-    forced_routes: bool
-    reason: str
-    logprobs_mode: str
-    config: str
-    generation_config: str
-    active: bool = True
+# -- connecting ---------------------------------------------------------------------------------------
 
 
 class _Reports(msgspec.Struct):
-    results: list[_Report]
+    results: list[PluginReport]
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _Model(msgspec.Struct):
+    """Holds the fields of a model in /v1/models that are used here."""
+
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Holds what was found out about a server before its plugin was asked."""
+
+    http: Http
+    version: tuple[int, ...]
+    model: _Model
+    route: TokenRoute
 
 
 async def _connect(
@@ -111,152 +102,259 @@ async def _connect(
 ) -> Transport:
     http = Http(url, timeout, "vLLM", "Start one with: router-replay serve MODEL", api_key=api_key)
     try:
-        refuse_version(str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40])
-        status, _ = await http.request("POST", GENERATE, {})
-        if status in (404, 405):
-            raise EngineError(f"{url} has no {GENERATE}: start it with --enable-scale-out, or with router-replay serve")
-        return await _probe(http, spec, vocabulary)
+        version = str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40]
+        refuse_version(version)
+        return await _probe(await _look(http, numbers_of(version)), spec, vocabulary)
     except BaseException:
         await http.close()
         raise
 
 
-async def _probe(http: Http, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
+async def _look(http: Http, version: tuple[int, ...]) -> _Found:
+    """Find out which route for token ids the server has, and what it tells about its model."""
+    status, answer = await http.request("GET", "/v1/models", repeat=True)
+    if status in (401, 403):
+        raise refusal(f"{http.url}/v1/models", status, answer)
+    models = decoded(answer, _Models, f"the answer of {http.url}/v1/models").data if status == 200 else []
+    model = models[0] if models else _Model()
+    status, _ = await http.request("POST", GENERATE, {})
+    route: TokenRoute = GenerateRoute()
+    if status in (404, 405):
+        route = CompletionsRoute(cuts_rows=version >= COMPLETIONS_CUT_ROWS, context=model.max_model_len)
+    return _Found(http, version, model, route)
+
+
+async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
     """Find out what the server can do, and the reasons for what it cannot, and return a transport for it."""
-    place = f"{http.url}/collective_rpc"
+    http, place = found.http, f"{found.http.url}/collective_rpc"
     body = {"method": "router_replay_report"}
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
     if status in (401, 403):
         raise refusal(place, status, answer)
     reason = "the plugin is not active on the server (it needs router-replay installed there, and ROUTER_REPLAY_VLLM=1)"
     if status == 404:
-        reason = (
-            "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), so it can neither pause nor load weights"
-        )
+        reason = "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), where the plugin answers"
     elif status == 200:
         reports = decoded(answer, _Reports, f"the answer of {place}").results
         if not reports:
             raise EngineError(f"{place}: expected the report of at least one worker, got none")
-        if reports[0].active:
-            return _with_plugin(http, reports[0], spec, vocabulary)
-        reason = printable(reports[0].reason[:2000])
-    return await _without_plugin(http, spec, vocabulary, reason)
+        inactive = [report.reason for report in reports if not report.active]
+        if not inactive:
+            return await _with_plugin(found, reports, spec, vocabulary)
+        reason = printable(inactive[0][:2000])
+    return await _without_plugin(found, spec, vocabulary, reason)
 
 
-def _with_plugin(http: Http, report: _Report, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
-    place = f"{http.url}/collective_rpc"
-    config = _settings(report.config, place)
+async def _with_plugin(
+    found: _Found, reports: Sequence[PluginReport], spec: RouterSpec | None, vocabulary: int | None
+) -> Transport:
+    http, place = found.http, f"{found.http.url}/collective_rpc"
+    report = reports[0]  # all workers run one model with one command line
+    model = read_report(report, place, spec, vocabulary)
+    captures = all(report.captures for report in reports)
+    reason = next((report.reason for report in reports if report.reason), "")
     capabilities = Capabilities(
-        routes=report.captures,
-        forced_routes=report.forced_routes,
+        routes=captures,
+        forced_routes=all(report.forced_routes for report in reports),
         start=True,
         versions=True,
-        why_not=printable(report.reason[:2000]) or ("" if report.captures else _NO_CAPTURE),
+        why_not=printable(reason[:2000]) or ("" if captures else NO_CAPTURE),
     )
-    try:
-        found = RouterSpec.from_config(config)
-        tokens = checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
-        stops = end_of_sequence_ids(_settings(report.generation_config, place)) or end_of_sequence_ids(config)
-    except Exception as error:  # the server may send anything
+    ranks = await _ranks(http)
+    if len(reports) != ranks:
         raise EngineError(
-            f"the model's config in the answer of {place} cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    if spec is not None and spec != found:
-        raise EngineError(f"the model of {http.url} has {found}, but spec={spec} was given")
-    return _OverHttp(http, found, tokens, capabilities, report.logprobs_mode, stops)
+            f"the server has {ranks} ranks, and {place} has the answers of {len(reports)}: the policy versions of the "
+            "other ranks' requests would be unknown. A server whose data-parallel ranks are behind one URL needs the "
+            "plugin of this release in its API server; a rank with its own URL cannot be used with the plugin"
+        )
+    return _OverHttp(found, model, capabilities, report.logprobs_mode, abort_path=ABORTS[0], ranks=ranks)
 
 
-async def _without_plugin(http: Http, spec: RouterSpec | None, vocabulary: int | None, reason: str) -> Transport:
+async def _ranks(http: Http) -> int:
+    """Return the number of workers of all data-parallel and tensor-parallel ranks."""
+    status, answer = await http.request("GET", "/get_world_size", repeat=True)
+    if status != 200:
+        raise refusal(f"{http.url}/get_world_size", status, answer)
+    return decoded(answer, _WorldSize, f"the answer of {http.url}/get_world_size").world_size
+
+
+async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: int | None, reason: str) -> Transport:
+    config, generation_config = (_local(found.model.root, name) for name in ("config.json", "generation_config.json"))
+    if config:
+        read = RouterSpec.from_config(config)
+        if spec is not None and spec != read:
+            raise EngineError(
+                f"the model of {found.http.url}, {found.model.root}, has {read}, but spec={spec} was given"
+            )
+        spec, vocabulary = read, checks.same_vocabulary(vocabulary, checks.vocabulary_of(config))
     if spec is None:
         raise EngineError(
-            f"the routers of the server's model are unknown: {reason}. Pass spec=RouterSpec.from_config(config), or "
-            "start the server with router-replay serve"
+            f"the routers of the server's model are unknown: {reason}, and {checks.shown(found.model.root)} is not a "
+            "model folder of this machine. Pass spec=RouterSpec.from_config(config), or start the server with "
+            "router-replay serve"
         )
-    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not=reason)
-    bare = _OverHttp(http, spec, vocabulary, capabilities, "raw_logprobs", ())
+    logprobs_mode, abort_path = await _logprobs_mode(found), await _abort_path(found.http)
+    status, _ = await found.http.request("GET", "/is_paused", repeat=True)
+    no_plugin = f"forced routes, new weights and policy versions need the plugin: {reason}"
+    lacks = [no_plugin]
+    if abort_path is None:
+        lacks.append(_NO_ABORT)
+    if status != 200:
+        lacks.append(_NO_PAUSE)
+    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not="; ".join(lacks))
+    stops = end_of_sequence_ids(generation_config) or end_of_sequence_ids(config)
+    model = ServedModel(spec, vocabulary, stops)
+    bare = _OverHttp(found, model, capabilities, logprobs_mode, abort_path=abort_path)
+    bare.no_plugin = no_plugin
+    bare.cannot_hold = _NO_PAUSE if status != 200 else ""
     if not await bare.captures():
-        bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not=f"{_NO_CAPTURE}; {reason}")
+        lacks.insert(0, NO_CAPTURE)
+        bare.capabilities = dataclasses.replace(capabilities, routes=False, why_not="; ".join(lacks))
     return bare
 
 
-def _settings(text: str, place: str) -> dict[str, Any]:
-    """Parse a config in the plugin's report. The json module writes NaN and Infinity, which msgspec cannot read."""
-    config = parsed(text, place)
-    config = {} if config is None else config  # a model without a generation config
+async def _abort_path(http: Http) -> str | None:
+    """Return the route that aborts requests by name, or None. An abort of an unknown request changes nothing."""
+    for path in ABORTS:
+        status, _ = await http.request("POST", path, {"request_ids": [NOBODY]})
+        if status == 200:
+            return path
+    return None
+
+
+async def _logprobs_mode(found: _Found) -> str:
+    """Return the log-probs mode of the server, and refuse settings that return wrong rows.
+
+    Only a server in development mode tells its settings. vLLM's default is assumed for others.
+    """
+    query = {"config_format": "json"}
+    status, answer = await found.http.request("GET", "/server_info", query=query, repeat=True, patient=True)
+    if status != 200:
+        return "raw_logprobs"
+    told = parsed(answer, f"{found.http.url}/server_info")
+    config = told.get("vllm_config", {}) if isinstance(told, dict) else None
     if not isinstance(config, dict):
-        raise EngineError(f"{place}: expected a JSON object as the model's config, got {text[:200]}")
-    return config
+        raise EngineError(f"{found.http.url}/server_info: expected an object vllm_config, got {str(config)[:200]}")
+    settings = dict(config)
+    for part in ("cache_config", "parallel_config", "model_config"):
+        if isinstance(config.get(part), dict):
+            settings |= config[part]
+    check_server(settings, server=found.http.url, version=found.version)
+    return str(settings.get("logprobs_mode", "raw_logprobs"))
 
 
-_NO_CAPTURE = "the server was started without --enable-return-routed-experts"
+def _local(folder: str | None, name: str) -> Mapping[str, Any]:
+    """Return a JSON file of the model's folder, or nothing if the folder is not on this machine."""
+    if not folder or not folder.isprintable():
+        return {}
+    path = pathlib.Path(folder) / name
+    try:
+        told = parsed(path.read_text(), str(path)) if path.is_file() else {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"{path}, a file of the model that the server names, cannot be read: {error}") from error
+    if not isinstance(told, dict):
+        raise EngineError(f"{path}: expected a JSON object, got {str(told)[:200]}")
+    return told
+
+
+_NO_ABORT = (
+    "an abort returns nothing of what was sampled, since the server has no call for it (VLLM_SERVER_DEV_MODE=1, or "
+    "--enable-scale-out from vLLM 0.32 on): it closes the connection, and the server drops the request"
+)
+_NO_PAUSE = "a pause cannot keep requests, since the server has no /pause (VLLM_SERVER_DEV_MODE=1)"
+_NO_WEIGHTS = (
+    "vLLM's own reload gives wrong experts on a CPU without an error, and its transfers between GPUs (NCCL, IPC) were "
+    "never run by this package, so neither is used"
+)
+
+
+# -- the transport ------------------------------------------------------------------------------------
 
 
 class _OverHttp(Transport):
     def __init__(
         self,
-        http: Http,
-        spec: RouterSpec,
-        vocabulary: int | None,
+        found: _Found,
+        model: ServedModel,
         capabilities: Capabilities,
         logprobs_mode: str,
-        stops: tuple[int, ...],
+        *,
+        abort_path: str | None,
+        ranks: int = 1,
     ) -> None:
-        self._http = http
-        self.spec = spec
-        self.vocabulary = vocabulary
+        self._http = found.http
+        self._route = found.route
+        self.spec = model.spec
+        self.vocabulary = model.vocabulary
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
-        self._end_of_sequence = stops
+        self.no_plugin = ""  # why the server has no plugin; empty if it has
+        self._end_of_sequence = model.end_of_sequence
+        self._abort_path = abort_path
+        self._ranks = ranks
+        self._calls: dict[str, asyncio.Task[tuple[int, bytes]]] = {}
 
     async def captures(self) -> bool:
         """Generate one token, and return whether the answer has a row."""
-        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
-        limit = answer_limit(Request((0,), Sampling(max_tokens=1)), self.spec, samples=1)
-        status, answer = await self._http.request("POST", GENERATE, body, patient=True, limit=limit)
+        flight = Flight(Request((0,), Sampling(max_tokens=1, temperature=0.0)))
+        flight.salt = flight.name
+        status, answer = await self._send(flight)
         if status != 200:
-            raise refusal(f"{self._http.url}{GENERATE}", status, answer)
-        choices = decoded(answer, _Response, f"the server's answer to {GENERATE}").choices
-        return bool(choices) and choices[0].routed_experts is not None
+            raise refusal(f"{self._http.url}{self._route.path}", status, answer)
+        samples = self._route.samples(answer, flight.request, self.spec)
+        return bool(samples) and samples[0].rows is not None
 
     async def generate(self, flight: Flight) -> list[Sample]:
         request = flight.request
-        body = {
-            "request_id": flight.name,
-            "token_ids": list(map(int, request.token_ids)),
-            "sampling_params": sampling_arguments(request, self._end_of_sequence, as_text=True),
-            "cache_salt": flight.salt,
-        }
-        limit = answer_limit(request, self.spec, samples=request.sampling.n)
-        status, answer = await self._http.request("POST", GENERATE, body, patient=True, limit=limit)
+        call = self._calls[flight.name] = asyncio.ensure_future(self._send(flight))
+        try:
+            status, answer = await call
+        except asyncio.CancelledError:
+            if flight.stopped:  # by `abort` below; what the server had sampled is lost
+                return [Sample(index, (), (), None, "abort") for index in range(request.sampling.n)]
+            raise
+        finally:
+            del self._calls[flight.name]
+            call.cancel()
         if status != 200:
             raise refusal(f"{request.id}: the server", status, answer)
         try:
-            return samples_of(answer, self.spec)
+            return self._route.samples(answer, request, self.spec)
         except RouterReplayError as error:
             raise EngineError(f"{request.id}: {error}") from error
 
+    async def _send(self, flight: Flight) -> tuple[int, bytes]:
+        body = self._route.body(flight, self._end_of_sequence)
+        limit = answer_limit(flight.request, self.spec, samples=flight.request.sampling.n)
+        return await self._http.request("POST", self._route.path, body, patient=True, limit=limit)
+
     async def abort(self, names: Sequence[str]) -> None:
-        self._refuse_bare()
-        ids = [f"generate-tokens-{name}" for name in names]  # the server's own prefix for this route
-        await self._http.expect("POST", "/abort_requests", {"request_ids": ids})
+        if self._abort_path is None:  # closing a connection makes the server drop its request
+            for name in names:
+                if name in self._calls:
+                    self._calls[name].cancel()
+            return
+        ids = [self._route.server_name(name) for name in names]
+        await self._http.expect("POST", self._abort_path, {"request_ids": ids})
 
     async def pause(self, mode: InFlight) -> None:
-        self._refuse_bare()
         await self._http.expect("POST", "/pause", query={"mode": mode, "clear_cache": "false"}, patient=True)
 
     async def resume(self) -> None:
-        self._refuse_bare()
         await self._http.expect("POST", "/resume", patient=True)
 
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
-        self._refuse_bare()
+        if self.no_plugin:
+            raise EngineError(f"{self.no_plugin}. {_NO_WEIGHTS}")
         body = {"method": method, "kwargs": arguments}
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
-        if not isinstance(results, list) or not results or not all(isinstance(result, dict) for result in results):
+        if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
             raise EngineError(
                 f"{self._http.url}/collective_rpc: expected a JSON object from every worker, got {str(answer)[:200]}"
             )
+        if len(results) != self._ranks:
+            raise EngineError(f"expected the answers of {self._ranks} workers, got {len(results)}: {str(answer)[:200]}")
         return results
 
     async def reset_prefix_cache(self) -> bool:
@@ -265,7 +363,3 @@ class _OverHttp(Transport):
 
     async def close(self) -> None:
         await self._http.close()
-
-    def _refuse_bare(self) -> None:
-        if not self.capabilities.versions:
-            raise EngineError(f"this server cannot pause, abort requests or load weights: {self.capabilities.why_not}")

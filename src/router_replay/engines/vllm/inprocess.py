@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from router_replay.engines import checks
 from router_replay.engines.backend import Flight
@@ -23,7 +23,7 @@ from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.repairs import signals
 from router_replay.engines.vllm.requests import end_of_sequence_ids, sampling_arguments
 from router_replay.engines.vllm.samples import Sample
-from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
+from router_replay.engines.vllm.versions import NOT_INSTALLED, model_runner, refuse_version
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
@@ -39,6 +39,7 @@ class VllmEngine(VllmClient):
     """Starts and owns a vLLM engine for `model`, a Hugging Face folder or a name on the hub.
 
     `version` is the policy version of these weights. With `forced_routes=False` the routers are not modified.
+    `router_dtype="float32"` computes the routers' logits in float32, whatever the dtype of the model is.
     `engine_arguments` are passed to vLLM.
     `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for 64 consecutive tokens.
     """
@@ -50,14 +51,18 @@ class VllmEngine(VllmClient):
         version: int = 0,
         forced_routes: bool = True,
         allow_zero_layers: bool = False,
+        router_dtype: Literal["model", "float32"] = "model",
         **engine_arguments: Any,
     ) -> None:
+        checks.router_dtype(router_dtype)
         super().__init__(
-            lambda: _start(str(model), forced_routes, engine_arguments), version, allow_zero_layers=allow_zero_layers
+            lambda: _start(str(model), forced_routes, router_dtype, engine_arguments),
+            version,
+            allow_zero_layers=allow_zero_layers,
         )
 
 
-async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, Any]) -> Transport:
+async def _start(model: str, forced_routes: bool, router_dtype: str, engine_arguments: dict[str, Any]) -> Transport:
     try:
         import vllm
     except ImportError as error:
@@ -78,7 +83,8 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
             f"the plugin of Router Replay does not fit this vLLM: {'; '.join(problems)}. Install a tested version"
         )
     patience = {WORKER_SHUTDOWN: str(WORKER_SHUTDOWN_SECONDS)}
-    with environment(_variables(forced_routes)), environment(patience, keep_existing=True):
+    wanted = _variables(forced_routes, vllm.__version__, router_dtype)
+    with environment(wanted), environment(patience, keep_existing=True):
         plugin.register()  # this process may have loaded vLLM's plugins before ours was requested
         try:
             arguments = AsyncEngineArgs(model=model, **{**defaults, **engine_arguments})
@@ -97,24 +103,26 @@ async def _start(model: str, forced_routes: bool, engine_arguments: dict[str, An
 
 
 async def _capabilities(transport: Transport, forced_routes: bool) -> Capabilities:
-    """Return the capabilities that the worker reports. Raises EngineError if vLLM silently skipped the plugin."""
+    """Return the capabilities that all workers report. Raises EngineError if vLLM silently skipped the plugin."""
     try:
-        report = await transport.call("router_replay_report")
+        reports = await transport.call_all("router_replay_report")
     except Exception as error:
         raise EngineError(
             "the plugin of Router Replay is not active in vLLM's worker. If the plugin failed, the worker's log shows "
             "the reason. Otherwise install router-replay in the worker's environment (vLLM finds the plugin by its "
             f"entry point) and, if VLLM_PLUGINS is set, add router_replay to it. The worker answered: {error}"
         ) from error
-    if not report.get("active", True):
-        raise EngineError(report["reason"])
+    for report in reports:
+        if not report.get("active", True):
+            raise EngineError(report["reason"])
+    report = next((report for report in reports if not report["forced_routes"]), reports[0])
     if forced_routes and not report["forced_routes"]:
         raise EngineError(
             f"this vLLM engine cannot force routes: {report['reason']}. If you do not need forced routes, pass "
             "forced_routes=False"
         )
     return Capabilities(
-        routes=report["captures"],
+        routes=all(report["captures"] for report in reports),
         forced_routes=report["forced_routes"],
         start=True,
         versions=True,
@@ -122,10 +130,11 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
     )
 
 
-def _variables(forced_routes: bool) -> dict[str, str]:
+def _variables(forced_routes: bool, version: str, router_dtype: str = "model") -> dict[str, str]:
     """Return the environment variables that enable the plugin in the processes that vLLM starts."""
     asked = "1" if forced_routes else plugin.OBSERVE
-    return {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    variables = {plugin.ENVIRONMENT: asked, signals.OWNER: str(os.getpid()), **model_runner(version)}
+    return {**variables, plugin.ROUTER_DTYPE: "" if router_dtype == "model" else router_dtype}
 
 
 class _InProcess(Transport):

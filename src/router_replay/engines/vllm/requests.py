@@ -41,6 +41,33 @@ def sampling_arguments(request: Request, end_of_sequence: Sequence[int], as_text
     return arguments
 
 
+# /v1/completions fills fields that a request leaves out from the model's generation_config.json, so all of them are
+# sent, with values that change nothing.
+NEUTRAL: Mapping[str, Any] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+
+
+def completions_arguments(request: Request, end_of_sequence: Sequence[int], cuts_rows: bool) -> dict[str, Any]:
+    """Return the sampling fields of a body for vLLM's /v1/completions: token ids in, token ids and rows out.
+
+    `cuts_rows` says whether the server knows `routed_experts_prompt_start` on this route, as vLLM does from 0.28 on.
+    """
+    arguments = {**NEUTRAL, **sampling_arguments(request, end_of_sequence, as_text=True)}
+    del arguments["detokenize"]  # not a field of this route
+    if not cuts_rows:
+        del arguments["routed_experts_prompt_start"]
+    if "extra_args" in arguments:
+        arguments["vllm_xargs"] = arguments.pop("extra_args")
+    # Tokens are written as numbers, so that a server without a tokenizer answers too.
+    return arguments | {"return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
 def end_of_sequence_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids in `eos_token_id` of a config or generation config: a number, a list, or nothing."""
     found = config.get("eos_token_id")

@@ -40,6 +40,23 @@ def progress_of(reported: Mapping[str, int]) -> dict[str, dict[int, int]]:
     return found
 
 
+def progress_of_all(reports: Sequence[Mapping[str, int]]) -> dict[str, dict[int, int]]:
+    """Merge the progress that the workers of all ranks report, in the form of `progress_of`.
+
+    Data-parallel ranks report different requests. Tensor-parallel ranks compute the same ones, and must agree.
+    """
+    merged: dict[str, dict[int, int]] = {}
+    for reported in reports:
+        for name, samples in progress_of(reported).items():
+            known = merged.setdefault(name, {})
+            for index, rows in samples.items():
+                if known.setdefault(index, rows) != rows:
+                    raise EngineError(
+                        f"two workers computed {known[index]} and {rows} rows of one request: the ranks do not agree"
+                    )
+    return merged
+
+
 def completion_of(sample: Sample, flight: Flight, spec: RouterSpec, vocabulary: int | None = None) -> Completion:
     """Build a checked Completion. Raises EngineError if the parts of a response do not fit together."""
     request = flight.request

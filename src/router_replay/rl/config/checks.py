@@ -110,12 +110,20 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
                 f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{TINY}" for the small '
                 "model of this package"
             )
-    if config.engine.kind in ("vllm_http", "sglang") and not config.engine.url:
-        yield f'engine.url is missing: engine.kind = "{config.engine.kind}" needs the URL of its server, as http://HOST:PORT'
-    if config.engine.api_key_env and config.engine.kind not in ("vllm_http", "sglang"):
+    engine = config.engine
+    if engine.kind in engine.behind_url and not engine.url:
+        yield f'engine.url is missing: engine.kind = "{engine.kind}" needs the URL of its server, as http://HOST:PORT'
+    if engine.kind == "dynamo" and not engine.workers:
+        yield (
+            'engine.workers is missing: engine.kind = "dynamo" loads new weights into the workers; give the URLs of '
+            "their system servers (DYN_SYSTEM_PORT)"
+        )
+    if engine.kind != "dynamo" and (engine.workers or engine.model):
+        yield f'engine.workers and engine.model are for engine.kind = "dynamo", not "{engine.kind}"; leave them out'
+    if engine.api_key_env and engine.kind not in engine.behind_url:
         yield (
             f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
-            'leave it out, or set kind = "vllm_http" or "sglang"'
+            'leave it out, or set kind = "vllm_http", "sglang" or "dynamo"'
         )
     if config.environment.kind in config.environment.built_in and config.environment.arguments:
         yield (
@@ -148,6 +156,12 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
         yield (
             'replay = "r2" with optimizer.mini_batches = 1: the old pass and the only update have the same weights and '
             "choose the same experts, up to rounding; R2 needs 2 mini-batches or more to have an effect"
+        )
+    if config.model.router_dtype == "float32" and config.engine.kind in ("vllm_http", "sglang"):
+        yield (
+            f'model.router_dtype = "float32" with engine.kind = "{config.engine.kind}": the server gets its routers\' '
+            "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
+            "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32 computes in float32"
         )
     longest, slots = config.engine.max_length, config.trainer.max_tokens
     if longest > slots:

@@ -66,7 +66,12 @@ class FirstRank:
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
-        self._sync = WeightSync(config.engine, policy.model, policy.replayer.router_names)
+        self._sync = WeightSync(
+            config.engine,
+            policy.model,
+            policy.replayer.router_names,
+            float32_routers=config.model.router_dtype == "float32",
+        )
         closing.callback(self._sync.close)
         exported = self._sync.export(state, progress.version)
         self.engine: Engine = closing.enter_context(

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from router_replay.errors import ConfigError
+from router_replay.forward.router_precision import routers_of_their_own
 from router_replay.rl.config import ModelConfig, tiny_folder
 from router_replay.rl.processes.ranks import Ranks
 
@@ -72,15 +73,18 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
         raise LoadError(f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}", WEIGHTS)
     if ranks.world == 1 and config.dtype == "float32":
         return model.to(ranks.device)
-    return shard(model, config.dtype, ranks)
+    return shard(model, config, ranks)
 
 
-def shard(model: Any, dtype: str, ranks: Ranks) -> Any:
-    """Shard the model with FSDP2 over all ranks, one unit per decoder layer."""
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+def shard(model: Any, config: ModelConfig, ranks: Ranks) -> Any:
+    """Shard the model with FSDP2 over all ranks, one unit per decoder layer; float32 routers are units of their own."""
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(ranks.device.type, (ranks.world,))
     units = set(getattr(model, "_no_split_modules", None) or ())
     model.to(ranks.device)
+    if config.router_dtype == "float32" and config.dtype != "float32":
+        for router in routers_of_their_own(model):  # FSDP2 casts what they are given to this dtype
+            fully_shard(router, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
     for module in [module for module in model.modules() if type(module).__name__ in units]:
         fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

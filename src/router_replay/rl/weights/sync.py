@@ -1,5 +1,7 @@
 """Give the engine the policy's new weights, in the engine's dtype and rounded if its rollouts use FP8.
 
+Routers stay in float32 on request.
+
 The embedded engine takes the tensors directly. vLLM in this process reads them from shared memory, and a server reads
 them from a Hugging Face folder.
 """
@@ -31,8 +33,11 @@ class WeightSync:
     `routers` are the names of the modules that route; their weights are never rounded to FP8.
     """
 
-    def __init__(self, config: EngineConfig, model: Any, routers: frozenset[str]) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Any, routers: frozenset[str], *, float32_routers: bool = False
+    ) -> None:
         self._config, self._model, self._routers = config, model, routers
+        self._float32_routers = float32_routers
         self._segment = Segment(model)
         wanted = [pathlib.Path(config.weights)] if config.weights else []
         for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # all folders a run may use
@@ -92,7 +97,9 @@ class WeightSync:
         dtype = getattr(torch, self._config.dtype)
         rounded = self._config.quantize == "fp8"
         return {
-            name: (fp8_rounded(tensor) if rounded and self._is_quantised(name, tensor) else tensor).to(dtype)
+            name: (fp8_rounded(tensor) if rounded and self._is_quantised(name, tensor) else tensor).to(
+                torch.float32 if self._float32_routers and self._is_router(name) else dtype
+            )
             for name, tensor in state.items()
         }
 
@@ -106,8 +113,11 @@ class WeightSync:
 
         They quantise the matrices of attention and experts, but not routers, norms, embeddings and the head.
         """
-        kept = any(name.startswith(f"{router}.") for router in self._routers) or "embed" in name or "lm_head" in name
+        kept = self._is_router(name) or "embed" in name or "lm_head" in name
         return tensor.ndim >= 2 and not kept
+
+    def _is_router(self, name: str) -> bool:
+        return any(name.startswith(f"{router}.") for router in self._routers)
 
 
 def _roomy(wanted: str, needed: int) -> str | None:

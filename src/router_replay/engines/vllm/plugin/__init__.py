@@ -1,7 +1,7 @@
 """Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
-ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies six
+ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies ten
 things:
 
     forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
@@ -10,12 +10,17 @@ things:
     worker calls       report (is the plugin active, and if not why), and new weights
                        with the CPU repair                                                 worker.py, weights/
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
+    all ranks          a worker call is answered by every data-parallel rank               ranks.py
     delivery           the captured rows and log-probs of a step leave the engine core
                        together                                                            routes/delivery.py
+    merged answers     keep their rows                                                     repairs/merged_rows.py
+    float32 routers    on request, the routers' logits are computed in float32             routes/precision.py
     Ctrl-C             vLLM's processes ignore it; the one that started the engine
                        handles it                                                          repairs/signals.py
+    Dynamo             a route of its worker that returns what the calls above answer      dynamo.py
 
-`seams.py` lists every place in vLLM that the plugin touches. The whole list is checked before anything is changed.
+`seams.py` lists every place in vLLM that the plugin touches, for each version. The places of the running version are
+all checked before anything is changed. `runner.py` hides the difference between vLLM's two model runners.
 
 `ROUTER_REPLAY_VLLM=required` makes a worker that cannot force routes refuse to start. `observe` leaves the routers
 unchanged and supplies the rest. With any other value, a worker that cannot force routes starts, captures them, and
@@ -30,6 +35,7 @@ import os
 from router_replay.errors import EngineError
 
 ENVIRONMENT = "ROUTER_REPLAY_VLLM"
+ROUTER_DTYPE = "ROUTER_REPLAY_VLLM_ROUTER_DTYPE"
 REQUIRED, OBSERVE = "required", "observe"
 # The name of our backend in vLLM's --weight-transfer-config.
 BACKEND = "router_replay"
@@ -55,14 +61,18 @@ def register() -> None:
     if problems:
         _refuse("; ".join(problems))
         return
-    from router_replay.engines.vllm.plugin import worker
-    from router_replay.engines.vllm.plugin.repairs import signals
-    from router_replay.engines.vllm.plugin.routes import delivery, frontend
+    from router_replay.engines.vllm.plugin import dynamo, ranks, worker
+    from router_replay.engines.vllm.plugin.repairs import merged_rows, signals
+    from router_replay.engines.vllm.plugin.routes import delivery, frontend, precision
 
     frontend.install()
     worker.install()
+    ranks.install()
     delivery.install()
+    merged_rows.install()
+    precision.install()
     signals.install()
+    dynamo.install()
 
 
 def _refuse(reason: str) -> None:

@@ -1,8 +1,10 @@
 """List every place where the plugin touches vLLM, in one table.
 
-`register` checks the whole table before it changes anything. If one seam of the part "core" does not fit, nothing is
+A seam says for which versions of vLLM it holds, and only those of the running version count. `register` checks them all
+before it changes anything. If one seam of the part "core" does not fit, nothing is
 patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
-leave the engine core as vLLM sends them. `report()["seams"]` of an engine contains the table.
+leave the engine core as vLLM sends them. Those of "precision" are needed if float32 routers are asked for.
+`report()["seams"]` of an engine contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery"]
+Part = Literal["core", "delivery", "precision"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
+FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Seam:
 
     `owner` is "module:Class" or "module", and `name` is an attribute of it (empty for the owner itself). `use` says how
     the plugin touches it, and `why` what the plugin does there. `looks` lists the parameters, fields, or names used in
-    the code that must exist.
+    the code that must exist. `versions` gives the first and the last version of vLLM in which the plugin uses it.
     """
 
     owner: str
@@ -36,6 +39,12 @@ class Seam:
     why: str
     looks: tuple[str, ...] = ()
     part: Part = "core"
+    versions: str = ALL
+
+    def holds(self, version: str) -> bool:
+        """Return whether the plugin uses this seam in this version of vLLM."""
+        first, last = map(versions.numbers_of, self.versions.split("-"))
+        return first <= versions.numbers_of(version) <= last
 
     def problem(self) -> str:
         """Return a description of what does not fit, or an empty string."""
@@ -54,9 +63,14 @@ class Seam:
 _INPUTS = "vllm.v1.engine.input_processor:InputProcessor"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _ROUTERS = "vllm.model_executor.layers.fused_moe.router"
+_LINEAR = "vllm.model_executor.layers.linear"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
+_LOADS = "loads new weights in place"
+_CHECKS = "checks new weights without changing the running ones"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(_INPUTS, "process_inputs", "wrapped", "checks forced rows, and salts the prefix cache"),
@@ -65,13 +79,40 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_WORKER, "load_model", "wrapped", "installs forced routing after the model is loaded"),
     Seam(_WORKER, "start_weight_update", "wrapped", "allows a new update after one that failed"),
-    Seam(_RUNNER, "reload_weights", "called", "loads new weights in place", ("weights_iterator",)),
+    Seam(_WORKER, "reload_weights", "called", _LOADS),
+    Seam(_RUNNER, "reload_weights", "called", _LOADS, ("weights_iterator",), versions="0.26-0.31"),
+    Seam(_RUNNER_2, "reload_weights", "called", _LOADS, ("weights_iterator",), versions="0.32-0.32"),
     Seam(
         _RUNNER,
         "_prepare_inputs",
         "wrapped on the object",
         "writes forced rows and records progress before each pass",
-        ("scheduler_output", "num_scheduled_tokens"),
+        ("scheduler_output", "num_scheduled_tokens", "input_batch"),
+        versions=FIRST_RUNNER,
+    ),
+    Seam(
+        _RUNNER_2,
+        "prepare_inputs",
+        "wrapped on the object",
+        "writes forced rows and records progress before each pass",
+        ("scheduler_output", "InputBatch", "req_states"),
+        versions=SECOND_RUNNER,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        "",
+        "read",
+        "holds the requests of a pass, in the order of their tokens",
+        ("req_ids", "num_reqs", "num_scheduled_tokens", "num_computed_tokens_np"),
+        versions=SECOND_RUNNER,
+    ),
+    Seam(
+        "vllm.config:AuxOutputConfig",
+        "",
+        "read",
+        "says whether the engine captures routed experts",
+        ("enable_return_routed_experts",),
+        versions=SECOND_RUNNER,
     ),
     Seam(
         f"{_ROUTERS}.base_router:BaseRouter",
@@ -82,14 +123,24 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{_ROUTERS}.zero_expert_router:ZeroExpertRouter", "", "read", "forced routing refuses routers of this class"),
     Seam(
-        f"{_RELOAD}.layerwise", "get_layerwise_info", "called", "checks new weights without changing the running ones"
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        "do_naive_dispatch_combine",
+        "read",
+        "forced routing refuses layers that route the tokens of other ranks",
     ),
     Seam(
-        f"{_RELOAD}.layerwise", "_get_original_loader", "called", "checks new weights without changing the running ones"
+        _CLIENT,
+        "collective_rpc_async",
+        "wrapped",
+        "lets all data-parallel ranks answer the plugin's calls",
+        ("method", "timeout", "args", "kwargs"),
     ),
-    Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", "checks new weights without changing the running ones"),
-    Seam(f"{_RELOAD}.meta", "get_numel_loaded", "called", "checks new weights without changing the running ones"),
-    Seam(f"{_RELOAD}.meta", "to_meta_tensor", "called", "checks new weights without changing the running ones"),
+    Seam(_CLIENT, "_call_utility_async", "called", "calls one data-parallel rank", ("method", "engine")),
+    Seam(f"{_RELOAD}.layerwise", "get_layerwise_info", "called", _CHECKS),
+    Seam(f"{_RELOAD}.layerwise", "_get_original_loader", "called", _CHECKS),
+    Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", _CHECKS),
+    Seam(f"{_RELOAD}.meta", "get_numel_loaded", "called", _CHECKS),
+    Seam(f"{_RELOAD}.meta", "to_meta_tensor", "called", _CHECKS),
     Seam(
         "vllm.distributed.weight_transfer:WeightTransferEngineFactory",
         "register_engine",
@@ -101,6 +152,9 @@ SEAMS: tuple[Seam, ...] = (
         "run_busy_loop",
         "wrapped",
         "ignores Ctrl-C; the engine's owner handles it",
+    ),
+    Seam(
+        "vllm.outputs:RequestOutput", "add", "wrapped", "keeps the rows of merged answers", ("next_output", "aggregate")
     ),
     Seam(
         "vllm.v1.engine.core_client:MPClient",
@@ -118,6 +172,16 @@ SEAMS: tuple[Seam, ...] = (
         "sends the rows and log-probs of a step together",
         ("_re_block_ids", "routed_experts_mgr", "store_batch", "routed_experts"),
         "delivery",
+        FIRST_RUNNER,
+    ),
+    Seam(
+        _SCHEDULER,
+        "update_from_output",
+        "wrapped on the object",
+        "sends the rows and log-probs of a step together",
+        ("aux_output_connector", "take_output"),
+        "delivery",
+        SECOND_RUNNER,
     ),
     Seam(
         _SCHEDULER,
@@ -126,6 +190,7 @@ SEAMS: tuple[Seam, ...] = (
         "lists the blocks of prompts only",
         ("_re_block_ids", "enable_return_routed_experts"),
         "delivery",
+        FIRST_RUNNER,
     ),
     Seam(
         "vllm.v1.engine:EngineCoreOutput",
@@ -135,6 +200,23 @@ SEAMS: tuple[Seam, ...] = (
         ("routed_experts", "new_token_ids", "new_logprobs"),
         "delivery",
     ),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",
+        "__init__",
+        "wrapped",
+        "the weights of a router become float32 before they are loaded",
+        ("gate", "shared_expert_gate", "layer_name"),
+        "precision",
+    ),
+    Seam(
+        f"{_LINEAR}:ReplicatedLinear",
+        "forward",
+        "called",
+        "a router computes its logits in float32",
+        ("x",),
+        "precision",
+    ),
+    Seam(f"{_LINEAR}:UnquantizedLinearMethod", "", "read", "quantized routers are refused", (), "precision"),
     Seam(
         "vllm.v1.outputs:LogprobsLists",
         "",
@@ -150,16 +232,15 @@ def problems(part: Part = "core") -> list[str]:
     """Return the reasons why this part cannot be installed into this vLLM; the list is empty if it can."""
     import vllm
 
-    found = []
     try:
         versions.refuse_version(vllm.__version__)
     except RouterReplayError as error:
-        found.append(str(error))
-    return found + [problem for seam in SEAMS if seam.part == part and (problem := seam.problem())]
+        return [str(error)]
+    return [problem for seam in _seams() if seam.part == part and (problem := seam.problem())]
 
 
 def table() -> list[dict[str, str]]:
-    """Return the seams for `report()`, each with its problem."""
+    """Return the seams of this vLLM's version for `report()`, each with its problem."""
     return [
         {
             "owner": seam.owner,
@@ -167,11 +248,17 @@ def table() -> list[dict[str, str]]:
             "use": seam.use,
             "why": seam.why,
             "part": seam.part,
-            "tested": versions.TESTED,
+            "versions": seam.versions,
             "problem": seam.problem(),
         }
-        for seam in SEAMS
+        for seam in _seams()
     ]
+
+
+def _seams() -> list[Seam]:
+    import vllm
+
+    return [seam for seam in SEAMS if seam.holds(vllm.__version__)]
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -198,6 +285,7 @@ def _names_of(target: Any) -> set[str]:
 def _names(target: Any) -> Iterator[str]:
     yield from getattr(target, "__struct_fields__", ())
     yield from getattr(target, "_fields", ())
+    yield from getattr(target, "__dataclass_fields__", ())
     if inspect.isroutine(target):
         yield from inspect.signature(target).parameters
         yield from getattr(getattr(inspect.unwrap(target), "__code__", None), "co_names", ())

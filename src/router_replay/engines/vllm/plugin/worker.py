@@ -6,18 +6,15 @@ to it. All state is in the worker's attribute `router_replay`.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from typing import Any
 
-import numpy as np
-
 from router_replay import __version__
 from router_replay.engines.vllm.plugin import BACKEND, ENVIRONMENT, OBSERVE, REQUIRED, seams
-from router_replay.engines.vllm.plugin.repairs.seeds import HeldGenerators
-from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.engines.vllm.plugin.routes import delivery, precision
 from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
+from router_replay.engines.vllm.plugin.runner import Step, captures, watch
 from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
@@ -29,18 +26,15 @@ class WorkerState:
     """Hold the plugin's state of one worker: forcing or why there is none, progress of requests, and weights."""
 
     def __init__(self, worker: Any) -> None:
+        import vllm
+
         runner = worker.model_runner
-        if not hasattr(runner, "_prepare_inputs"):
-            raise EngineError(
-                f"{type(runner).__module__}.{type(runner).__name__} has no _prepare_inputs, in which the plugin writes "
-                f"forced rows: set VLLM_USE_V2_MODEL_RUNNER=0, or turn the plugin off ({ENVIRONMENT}=0)"
-            )
+        precision.refuse_unconverted(runner.get_model())
         self.weights = WeightLoader(worker)
         self.forcing: ForcedRouting | None = None
         self.rules: dict[str, int] = {}
         self.reason = ""
         self.updates = 0
-        self._runner = runner
         self._computed: dict[str, int] = {}
         try:
             if os.environ.get(ENVIRONMENT) == OBSERVE:
@@ -55,35 +49,19 @@ class WorkerState:
             self.reason = str(error)
             if os.environ.get(ENVIRONMENT) == REQUIRED:
                 raise
-        on_cpu = getattr(getattr(runner, "device", None), "type", "") == "cpu"
-        self._generators = HeldGenerators(runner) if on_cpu and hasattr(runner, "discard_request_mask") else None
-        runner._prepare_inputs = self._watching(runner._prepare_inputs)
+        watch(runner, vllm.__version__, self.weights.refuse_broken, self._on_step)
 
-    def _watching(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: np.ndarray, *rest: Any, **more: Any) -> Any:
-            self.weights.refuse_broken()
-            self._note_progress(num_scheduled_tokens)
-            if self.forcing is not None:
-                self.forcing.fill(scheduler_output, num_scheduled_tokens)
-            if self._generators is None:
-                return original(scheduler_output, num_scheduled_tokens, *rest, **more)
-            self._generators.give_back()
-            prepared = original(scheduler_output, num_scheduled_tokens, *rest, **more)
-            self._generators.hold()
-            return prepared
+    def _on_step(self, step: Step) -> None:
+        self._note_progress(step)
+        if self.forcing is not None:
+            self.forcing.fill(step)
 
-        return prepare_inputs
-
-    def _note_progress(self, scheduled: np.ndarray) -> None:
-        batch = self._runner.input_batch
-        names = batch.req_ids[: len(scheduled)]
-        ends = batch.num_computed_tokens_cpu[: len(scheduled)] + scheduled
-        for name, end in zip(names, ends.tolist(), strict=True):
-            # Tokens recomputed after a preemption were already sampled from.
-            self._computed[name] = max(end, self._computed.get(name, 0))
-        if len(self._computed) > 2 * (len(self._runner.requests) + KEPT):
-            finished = [name for name in self._computed if name not in self._runner.requests]
+    def _note_progress(self, step: Step) -> None:
+        for name, end in zip(step.names, (step.computed + step.scheduled).tolist(), strict=True):
+            # Tokens recomputed after a preemption were already sampled from. `pop` moves the request to the end.
+            self._computed[name] = max(end, self._computed.pop(name, 0))
+        if len(self._computed) > 2 * (len(step.live) + KEPT):
+            finished = [name for name in self._computed if name not in step.live]
             for name in finished[:-KEPT]:
                 del self._computed[name]
 
@@ -108,7 +86,7 @@ def report(worker: Any) -> dict[str, Any]:
         "rules": state.rules,
         "forced_rows": state.forcing.forced_rows if state.forcing is not None else 0,
         "weight_updates": state.updates,
-        "captures": bool(config.enable_return_routed_experts),
+        "captures": captures(worker.vllm_config),
         "delivery": delivery.state(worker.vllm_config),
         "logprobs_mode": str(config.logprobs_mode),
         "config": json.dumps(config.hf_config.to_dict(), default=str),

@@ -9,8 +9,9 @@ attached to the first of their requests, and split again where the message is re
 
 Log-probs are three arrays per request, with or without capture, and are sent in the same way.
 
-vLLM also lists the blocks of every request in every step, so that it can read a prompt's rows when the prompt is done.
-Here only requests that have no token yet are listed.
+Up to vLLM 0.30, the scheduler stores rows by their place in the KV cache. It lists the blocks of every request in every
+step, so that it can read a prompt's rows when the prompt is done. Here only requests that have no token yet are listed.
+From 0.31 on, the worker sends the rows of each request, and the scheduler only hands them on.
 
 The process that starts an engine core and reads its messages requests packing through an environment variable, so rows
 are packed only if the reader unpacks them. Anything unexpected is left to vLLM, and the plugin's report gives the
@@ -28,7 +29,9 @@ from typing import Any
 import numpy as np
 
 from router_replay.engines.environment import environment
+from router_replay.engines.vllm import versions
 from router_replay.engines.vllm.plugin import seams
+from router_replay.engines.vllm.plugin.runner import captures
 from router_replay.errors import EngineError
 
 # Set in an engine core to the id of the process that reads its messages and unpacks rows, which is its parent. If the
@@ -48,7 +51,7 @@ def state(vllm_config: Any) -> str:
 def _reason_against(vllm_config: Any) -> str:
     if os.environ.get(ENVIRONMENT) == "0":
         return f"packing was turned off ({ENVIRONMENT}=0)"
-    if not vllm_config.model_config.enable_return_routed_experts:
+    if not captures(vllm_config):
         return "the engine does not capture rows"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported"
@@ -68,19 +71,73 @@ def _unexpected() -> str:
 
 
 class Delivery:
-    """Deliver the rows of one scheduler, doing once per step what its `update_from_output` does per request."""
+    """Deliver the rows of one scheduler of vLLM 0.31 or newer, and the log-probs of any scheduler, once per step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._listed: dict[str, list[int]] = scheduler._re_block_ids
-        self._stored = scheduler.routed_experts_mgr
-        self._update_after_schedule = scheduler._update_after_schedule
         self._update_from_output = scheduler.update_from_output
 
     def attach(self) -> None:
-        """Replace the scheduler's two methods with those below."""
-        self._scheduler._update_after_schedule = self.update_after_schedule
+        """Replace the scheduler's methods with those below."""
         self._scheduler.update_from_output = self.update_from_output
+
+    def update_from_output(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
+        """Return vLLM's messages of a step, with the single rows of each message in one array."""
+        messages = self._with_logprobs(scheduler_output, model_output)
+        for message in messages.values():
+            sampled = [output for output in message.outputs if output.new_token_ids]
+            if any(output.routed_experts is None for output in sampled):
+                continue  # the reader would give these outputs rows of others
+            single = [output for output in sampled if len(output.routed_experts) == 1]
+            if len(single) > 1:
+                packed = np.stack([output.routed_experts for output in single])
+                for output in single:
+                    output.routed_experts = None
+                single[0].routed_experts = packed
+        return messages
+
+    def _with_logprobs(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
+        """Let vLLM make its messages without log-probs, and attach those of a message to its first output."""
+        logprobs = self._logprobs_of(model_output, scheduler_output.num_scheduled_tokens)
+        if logprobs is not None:
+            model_output.logprobs = None
+        messages: dict[int, Any] = self._update_from_output(scheduler_output, model_output)
+        places = model_output.req_id_to_index
+        for message in messages.values():
+            sampled = [output for output in message.outputs if output.new_token_ids]
+            if logprobs is not None and sampled:
+                wanted = [places[output.request_id] for output in sampled]
+                sampled[0].new_logprobs = logprobs._replace(
+                    **{name: getattr(logprobs, name)[wanted] for name in LOGPROBS}
+                )
+        return messages
+
+    def _logprobs_of(self, model_output: Any, scheduled: Mapping[str, int]) -> Any:
+        """Return the step's log-probs if every request asks for them and has exactly one token, otherwise None."""
+        logprobs = model_output.logprobs
+        if logprobs is None or logprobs.cu_num_generated_tokens is not None:
+            return None
+        for name in scheduled:
+            request = self._scheduler.requests.get(name)
+            parameters = request.sampling_params if request is not None else None
+            if parameters is None or parameters.num_logprobs is None:
+                return None
+        return logprobs
+
+
+class FirstRunnerDelivery(Delivery):
+    """Deliver the rows of one scheduler up to vLLM 0.30, doing once per step what it would do per request."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._listed: dict[str, list[int]] = scheduler._re_block_ids
+        self._stored = scheduler.routed_experts_mgr
+        self._update_after_schedule = scheduler._update_after_schedule
+
+    def attach(self) -> None:
+        """Replace the scheduler's methods with those below."""
+        super().attach()
+        self._scheduler._update_after_schedule = self.update_after_schedule
 
     def update_after_schedule(self, scheduler_output: Any) -> None:
         """List the blocks of prompts, because a later step may free them before this step's rows are read."""
@@ -106,22 +163,13 @@ class Delivery:
         scheduled = scheduler_output.num_scheduled_tokens
         self._stored.store_batch(routed.routing_data, routed.slot_mapping)
         prompts = self._prompts_of(scheduled)
-        logprobs = self._logprobs_of(model_output, scheduled)
-        # vLLM then creates its outputs without rows
-        model_output.routed_experts = None
-        if logprobs is not None:
-            model_output.logprobs = None
-        messages = self._update_from_output(scheduler_output, model_output)
+        model_output.routed_experts = None  # vLLM then creates its outputs without rows
+        messages = self._with_logprobs(scheduler_output, model_output)
         places = model_output.req_id_to_index
         # Rows are in the model runner's order, and a decoding request needs the last of its rows.
         last = np.cumsum([scheduled[name] for name in model_output.req_ids]) - 1
         for message in messages.values():
             sampled = [output for output in message.outputs if output.new_token_ids]
-            if logprobs is not None and sampled:
-                wanted = [places[output.request_id] for output in sampled]
-                sampled[0].new_logprobs = logprobs._replace(
-                    **{name: getattr(logprobs, name)[wanted] for name in LOGPROBS}
-                )
             for output in sampled if prompts else ():
                 if output.request_id in prompts:
                     blocks = self._listed.pop(output.request_id)
@@ -131,18 +179,6 @@ class Delivery:
                 rows = routed.routing_data[last[[places[output.request_id] for output in decoded]]]
                 decoded[0].routed_experts = rows.astype(self._stored.routed_experts_by_slot.dtype)[:, None]
         return messages
-
-    def _logprobs_of(self, model_output: Any, scheduled: Mapping[str, int]) -> Any:
-        """Return the step's log-probs if every request asks for them and has exactly one token, otherwise None."""
-        logprobs = model_output.logprobs
-        if logprobs is None or logprobs.cu_num_generated_tokens is not None:
-            return None
-        for name in scheduled:
-            request = self._scheduler.requests.get(name)
-            parameters = request.sampling_params if request is not None else None
-            if parameters is None or parameters.num_logprobs is None:
-                return None
-        return logprobs
 
     def _prompts_of(self, scheduled: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """Return, for each request without a token yet, its prompt length and how many of its rows are not wanted.
@@ -161,7 +197,10 @@ class Delivery:
 
 def _attach(scheduler: Any) -> None:
     if os.environ.get(ENVIRONMENT) == str(os.getppid()) and not _reason_against(scheduler.vllm_config):
-        Delivery(scheduler).attach()
+        import vllm
+
+        kind = Delivery if versions.uses_second_runner(vllm.__version__) else FirstRunnerDelivery
+        kind(scheduler).attach()
 
 
 # -- the process that reads -------------------------------------------------------------------------

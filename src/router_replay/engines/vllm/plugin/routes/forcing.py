@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from router_replay.engines.vllm.plugin.routes.rules import Rule, find_rule, force
+from router_replay.engines.vllm.plugin.runner import Step
 from router_replay.engines.vllm.requests import routes_of, rows_given
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
@@ -34,8 +34,6 @@ class ForcedRouting:
         sizes = runner.compilation_config.cudagraph_capture_sizes or [0]
         shape = (max(tokens, *sizes, 1), *spec.row_shape)
         self.buffer_TLK = torch.full(shape, FREE, dtype=torch.int32, device=runner.device)
-        pinned = runner.device.type == "cuda"
-        self._staging_TLK = torch.full(shape, FREE, dtype=torch.int32, pin_memory=pinned)
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
@@ -43,19 +41,22 @@ class ForcedRouting:
 
     # -- each step ------------------------------------------------------------------------------
 
-    def fill(self, scheduler_output: Any, scheduled: np.ndarray) -> None:
+    def fill(self, step: Step) -> None:
         """Write this step's forced rows into the buffer. Costs almost nothing while no request has rows to force."""
-        self._take(scheduler_output)
-        batch = self._runner.input_batch
-        computed = batch.num_computed_tokens_cpu[: len(scheduled)]
-        if not self._rows or computed.min(initial=self._longest) >= self._longest:
+        self._take(step)
+        if not self._rows or step.computed.min(initial=self._longest) >= self._longest:
             self._clear()
             return
-        total = int(scheduled.sum())
-        staging = self._staging_TLK[:total].numpy()
-        staging.fill(FREE)
+        total = int(step.scheduled.sum())
+        used = max(total, self._dirty)
+        # A tensor of its own for each step: the second model runner prepares a step while the copy of the last one may
+        # still wait on the device. torch reuses pinned memory only after the copies from it have ended (on an H200, one
+        # tensor for all steps gave wrong rows in 198 of 200 steps, a tensor for each step in none).
+        pinned = self.buffer_TLK.is_cuda
+        staging_TLK = torch.full((used, *self._spec.row_shape), FREE, dtype=torch.int32, pin_memory=pinned)
+        staging = staging_TLK.numpy()
         written, row = 0, 0
-        for name, count, first in zip(batch.req_ids, scheduled.tolist(), computed.tolist(), strict=False):
+        for name, count, first in zip(step.names, step.scheduled.tolist(), step.computed.tolist(), strict=True):
             routes = self._rows.get(name)
             if routes is not None and first < len(routes):
                 taken = routes[first : first + count]
@@ -67,26 +68,20 @@ class ForcedRouting:
         if not written:
             self._clear()
             return
-        used = max(total, self._dirty)
-        self._staging_TLK[total:used].fill_(FREE)
-        # Safe for the same reason as vLLM's token ids: execute_model waits for the last copy before preparing inputs
-        # again.
-        self.buffer_TLK[:used].copy_(self._staging_TLK[:used], non_blocking=True)
+        self.buffer_TLK[:used].copy_(staging_TLK, non_blocking=True)
         self._dirty = total
 
-    def _take(self, scheduler_output: Any) -> None:
-        """Store the rows of new requests until they finish; a preempted request stays, because it needs its rows again.
+    def _take(self, step: Step) -> None:
+        """Store the rows of new requests while the runner has them in its table.
 
-        The scheduler does not report finished requests here when nothing else runs, so the runner's own table is
-        checked.
+        A preempted request either stays in the table or comes again as a new one, with its rows. The scheduler does not
+        report finished requests here when nothing else runs, so the table is checked.
         """
-        new = scheduler_output.scheduled_new_reqs
-        if not new:
+        if not step.new:
             return
-        started = {request.req_id for request in new}
-        kept = self._runner.requests.keys() - started
-        self._rows = {name: rows for name, rows in self._rows.items() if name in kept}
-        for request in new:
+        started = {request.req_id for request in step.new}
+        self._rows = {name: rows for name, rows in self._rows.items() if name in step.live and name not in started}
+        for request in step.new:
             given = rows_given(request.sampling_params)
             if given is not None:
                 # Rows given as bytes were checked or created where the request came in.
@@ -141,6 +136,8 @@ def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
                 "rows cannot be forced: choose a modular kernel, for example with VLLM_USE_FLASHINFER_MOE_FP16=0 or "
                 "--moe-backend triton"
             )
+        if reason := _other_tokens(module):
+            raise EngineError(f"forced routing does not work with {name}: {reason}")
         if not isinstance(router, BaseRouter) or isinstance(router, ZeroExpertRouter):
             raise EngineError(
                 f"{name} has a router of class {type(router).__name__}, which forced routing does not support"
@@ -158,15 +155,30 @@ def find_routers(model: torch.nn.Module, spec: RouterSpec) -> list[Any]:
     return [found[layer] for layer in spec.layers]
 
 
+def _other_tokens(layer: Any) -> str:
+    """Return why this layer's router would see other tokens than those of its own rank's step, or an empty string.
+
+    Data parallelism with modular kernels is not a reason: such a kernel exchanges tokens after the routing.
+    """
+    if layer.do_naive_dispatch_combine:
+        return "its kernel gathers the tokens of all ranks before routing; choose another one (--moe-backend triton)"
+    if layer.moe_config.is_sequence_parallel:
+        return (
+            "sequence parallelism splits the tokens of a step; leave out one of expert parallelism, data parallelism "
+            "and tensor parallelism"
+        )
+    return ""
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raise for configurations in which a row of the buffer would not be the row that a router sees."""
     parallel = config.parallel_config
     reasons = {
-        "data parallelism, which gathers the tokens of all ranks before routing": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "dual batch overlap, which splits the tokens of a step": bool(getattr(parallel, "enable_dbo", False)),
+        "prefill context parallelism, which splits the tokens of a step": parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap, which splits the tokens of a step": parallel.use_ubatching,
+        "fast prefill, which leaves tokens out in some layers": config.cache_config.kv_sharing_fast_prefill,
         "speculative decoding": config.speculative_config is not None,
-        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": bool(getattr(config, "use_v2_model_runner", False)),
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:

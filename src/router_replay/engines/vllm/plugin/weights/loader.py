@@ -11,9 +11,10 @@ fresh engine's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from router_replay.engines.vllm.plugin.weights.sources import Weights, files_of,
 from router_replay.errors import EngineError
 
 logger = logging.getLogger(__name__)
+# The modules that reload weights in vLLM up to 0.31, and since 0.32.
+RELOADERS = ("vllm.v1.worker.gpu_model_runner", "vllm.model_executor.model_loader.reload.inplace")
 
 
 class WeightLoader:
@@ -52,7 +55,8 @@ class WeightLoader:
         on_cpu = worker.device.type == "cpu"
         try:
             repaired = forget_cpu_kernels(worker.model_runner.get_model()) if on_cpu else 0
-            worker.reload_weights(weights_iterator=iter(weights))
+            with without_false_alarm():
+                worker.reload_weights(weights_iterator=iter(weights))
             if not on_cpu:
                 torch.accelerator.synchronize()  # the trainer may free its memory when we return
         except BaseException as error:
@@ -66,6 +70,27 @@ class WeightLoader:
         """Raise EngineError if an earlier load failed partway."""
         if self.broken:
             raise EngineError(f"{self.broken}. Restart vLLM")
+
+
+@contextlib.contextmanager
+def without_false_alarm() -> Iterator[None]:
+    """Drop vLLM's warning that weights were not loaded, which is wrong for the experts of every MoE model.
+
+    vLLM compares the names that its loaders return with the names of its parameters, and the loaders of fused experts
+    return other names. `Fitting` has counted before that every parameter is filled. Everything else is logged.
+    """
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Following weights were not loaded from checkpoint")
+
+    loggers = [logging.getLogger(name) for name in RELOADERS]
+    for one in loggers:
+        one.addFilter(is_true)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(is_true)
 
 
 def start_weights(model: str, revision: str | None) -> Weights | None:

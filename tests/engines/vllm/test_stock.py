@@ -1,0 +1,277 @@
+"""Servers that are vLLM's own, without the plugin: what they capture is what vLLM in process captures, to the bit.
+
+`completions` is started as a user would: no development mode, no --enable-scale-out. Its model has a hostile
+generation_config.json, whose values must reach no request. `generate` is in development mode and has vLLM's route for
+token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router_replay.engines import Completion, Engine, Request, Sampling
+from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.versions import installed_version, model_runner
+from router_replay.errors import EngineError
+from tests.engines import test_contract as contract
+from tests.engines.conftest import (
+    ENVIRONMENT,
+    GREEDY,
+    LONG,
+    PROMPT_TOKENS,
+    Checkpoints,
+    Server,
+    Servers,
+    midway,
+    one,
+    prompt,
+    same,
+    start_command,
+)
+from tests.engines.stub import eventually
+from tests.engines.vllm.record import PAYLOADS, ROUTES, asked
+from tests.makers import random_routes
+
+# These change every sample, and every log-prob after the first token, where they reach a request.
+GENERATION_CONFIG = {"top_k": 1, "top_p": 0.1, "min_p": 0.9, "repetition_penalty": 5.0, "temperature": 0.01}
+LIMIT = 170  # tokens; vLLM applies a max_new_tokens that is set for the server to every request
+
+
+@pytest.fixture(scope="module")
+def completions_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = tmp_path_factory.mktemp("stock")
+    model = folder / "model"
+    model.mkdir()
+    for file in pathlib.Path(checkpoints.a).iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **GENERATION_CONFIG}))
+    override = json.dumps({"max_new_tokens": LIMIT})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--enable-return-routed-experts", "--override-generation-config", override]
+    variables = {**os.environ, **ENVIRONMENT, **model_runner(installed_version()), "ROUTER_REPLAY_VLLM": "0"}
+    server = start_command(command, folder / "log", variables)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def completions(completions_server: Server) -> Iterator[Engine]:
+    with completions_server.wait(lambda: VllmHttpEngine(completions_server.url), 600) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def generate(servers: Servers) -> Iterator[Engine]:
+    with servers.plain.wait(lambda: VllmHttpEngine(servers.plain.url), 600) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["completions", "generate"])
+def stock(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine: Engine = request.getfixturevalue(request.param)
+    yield engine
+    engine.abort()
+    engine.resume()
+
+
+def test_what_each_server_can_do(completions: Engine, generate: Engine) -> None:
+    for engine in (completions, generate):
+        can = engine.capabilities
+        assert (can.routes, can.start, can.forced_routes, can.versions) == (True, True, False, False)
+        assert "forced routes, new weights and policy versions need the plugin" in can.why_not
+    assert "not in development mode" in completions.capabilities.why_not
+    assert "an abort returns nothing" in completions.capabilities.why_not
+    assert "a pause cannot keep requests" in completions.capabilities.why_not
+    assert "plugin is not active" in generate.capabilities.why_not
+    assert "abort" not in generate.capabilities.why_not
+    assert "pause" not in generate.capabilities.why_not
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        contract.test_every_token_but_the_last_has_a_row,
+        contract.test_the_same_request_gives_the_same_answer_alone_and_in_a_batch,
+        contract.test_each_of_n_samples_has_its_own_rows,
+        contract.test_generation_stops_at_the_end_of_sequence_and_at_stop_tokens,
+        contract.test_an_abort_of_an_unknown_id_gives_nothing,
+        contract.test_one_bad_request_refuses_the_batch_before_any_is_sent,
+        contract.test_abort_before_the_first_token_gives_an_empty_completion,
+    ],
+    ids=lambda promise: promise.__name__.removeprefix("test_"),
+)
+def test_the_capture_part_of_the_contract(stock: Engine, promise: Callable[[Engine], None]) -> None:
+    promise(stock)
+
+
+@pytest.mark.parametrize("start", [0, 1, 33, PROMPT_TOKENS - 1])
+def test_rows_before_the_start_are_left_out(stock: Engine, start: int) -> None:
+    contract.test_rows_before_the_start_are_left_out(stock, start)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(prompt(), GREEDY),
+        Request(prompt(1), Sampling(40, 0.0, stop_token_ids=(84,)), start=33),
+        Request(prompt(2, 40), Sampling(60, ignore_eos=True, seed=5)),
+        Request(prompt(3, 40), Sampling(12, n=3, seed=2**40, ignore_eos=True)),
+        Request(prompt(4, 40), Sampling(30, top_p=0.8, seed=1), start=39),
+    ],
+    ids=["greedy", "stop", "seeded", "three", "top_p"],
+)
+def test_an_answer_equals_that_of_vllm_in_process(stock: Engine, vllm_engine: Engine, request_: Request) -> None:
+    """Seeded prompts are short: on a CPU, a server without the plugin dies of a seed with chunked prefill."""
+    here, there = vllm_engine.generate([request_]), stock.generate([request_])
+    assert len(here) == len(there) == request_.sampling.n
+    for a, b in zip(here, there, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert (a.finish_reason, a.start, a.index) == (b.finish_reason, b.start, b.index)
+        if request_.sampling.n == 1:
+            assert np.array_equal(a.routes.ids, b.routes.ids)
+        else:  # the samples of one request meet in other batches, and rounding differs
+            assert (a.routes.sorted().ids == b.routes.sorted().ids).mean() > 0.99
+            assert np.abs(a.logprobs - b.logprobs).max() < 1e-4
+        if request_.sampling.n == request_.sampling.top_p == 1:  # the log-probs mode decides on those of a top-p cut
+            assert np.array_equal(a.logprobs, b.logprobs)
+
+
+def test_a_generation_config_reaches_no_request(completions: Engine, completions_server: Server) -> None:
+    """It does reach a request that leaves these fields out, so the tests above mean something."""
+    body = {"prompt": list(prompt(5, 20)), "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
+    url = f"{completions_server.url}/v1/completions"
+    plain = {tuple(asked(url, body | {"seed": seed})["choices"][0]["token_ids"]) for seed in range(4)}
+    assert len(plain) == 1
+    ours = [one(completions, Request(prompt(5, 20), Sampling(8, seed=seed, ignore_eos=True))) for seed in range(4)]
+    assert len({tuple(sample.token_ids.tolist()) for sample in ours}) == 4
+
+
+def test_a_limit_of_the_server_is_an_error_and_the_models_own_is_not(completions: Engine) -> None:
+    with pytest.raises(EngineError, match=f"asked for up to 200 tokens, and the server ended the sample at {LIMIT}"):
+        one(completions, Request(prompt(0, 10), Sampling(200, ignore_eos=True)))
+    whole = one(completions, Request(prompt(0, 100), Sampling(200, ignore_eos=True)))
+    assert (len(whole.token_ids), whole.finish_reason) == (156, "length")
+
+
+def test_what_needs_the_plugin_is_refused_with_the_reason(stock: Engine, checkpoints: Checkpoints) -> None:
+    with pytest.raises(EngineError, match="need the plugin"):
+        one(stock, Request(prompt(), GREEDY, forced_routes=random_routes(3, stock.spec)))
+    with pytest.raises(EngineError, match=r"need the plugin.*vLLM's own reload gives wrong experts on a CPU"):
+        stock.update_weights(checkpoints.b, 1)
+    assert stock.version == 0
+
+
+def test_other_temperatures_need_a_server_that_says_what_its_log_probs_are(
+    completions: Engine, generate: Engine
+) -> None:
+    request = Request(prompt(0, 20), Sampling(4, temperature=0.7, seed=3, ignore_eos=True))
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        one(completions, request)
+    assert len(one(generate, request).token_ids) == 4
+
+
+@pytest.mark.parametrize("route", sorted(ROUTES))
+def test_the_recorded_answer_is_still_what_comes(
+    route: str, completions: Engine, generate: Engine, completions_server: Server, servers: Servers
+) -> None:
+    """Of the installed version, where it is recorded: the same fields, and the same tokens."""
+    file = PAYLOADS / f"vllm_{installed_version()}_{route}.json"
+    if not file.exists():
+        pytest.skip(f"no answer of vLLM {installed_version()} is recorded")
+    server = completions_server if route == "completions" else servers.plain
+    told = json.loads(file.read_text())
+    came, kept = asked(server.url + ROUTES[route].path, told["request"]), told["answer"]
+    assert set(came) == set(kept)
+    assert [set(choice) for choice in came["choices"]] == [set(choice) for choice in kept["choices"]]
+    assert [choice["token_ids"] for choice in came["choices"]] == [choice["token_ids"] for choice in kept["choices"]]
+
+
+# -- abort and pause ----------------------------------------------------------------------------------
+
+
+def test_an_abort_drops_the_request_on_a_server_that_has_no_call_for_it(
+    completions: Engine, completions_server: Server
+) -> None:
+    async def work() -> None:
+        tasks = [asyncio.create_task(completions.submit(Request(prompt(seed), LONG))) for seed in range(2)]
+        await asyncio.to_thread(eventually, lambda: running(completions_server) == 2)
+        aborted = await asyncio.to_thread(completions.abort)
+        assert [(one.finish_reason, len(one.token_ids), len(one.routes)) for one in aborted] == [("abort", 0, 0)] * 2
+        assert [await task for task in tasks] == [[one] for one in aborted]
+
+    before = one(completions, Request(prompt(), GREEDY))
+    asyncio.run(work())
+    eventually(lambda: running(completions_server) == 0)
+    assert same(before, one(completions, Request(prompt(), GREEDY)))
+
+
+def test_an_abort_in_development_mode_returns_what_was_sampled(generate: Engine) -> None:
+    greedy = Request(prompt(), Sampling(150, 0.0, ignore_eos=True))
+    whole = one(generate, greedy)
+    aborted: list[Completion] = []
+    [[part]] = asyncio.run(midway(generate, [greedy], lambda: aborted.extend(generate.abort())))
+    assert aborted[-1] is part
+    tokens = len(part.token_ids)
+    assert part.finish_reason == "abort"
+    assert np.array_equal(part.token_ids, whole.token_ids[:tokens])
+    assert part.routes.same_sets(whole.routes[: PROMPT_TOKENS + tokens - 1])
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "wait"])
+def test_a_pause_in_development_mode(generate: Engine, in_flight: Any) -> None:
+    contract.test_a_pause_ends_or_waits_for_its_requests_as_asked(generate, in_flight)
+    contract.test_a_paused_engine_keeps_its_requests(generate)
+    generate.resume()
+
+
+def test_a_server_without_a_pause_waits_and_aborts(completions: Engine) -> None:
+    async def work() -> None:
+        task = asyncio.create_task(completions.submit(Request(prompt(), LONG)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="a pause cannot keep requests"):
+            await asyncio.to_thread(completions.pause, "keep")
+        await asyncio.to_thread(completions.pause, "wait")
+        assert (await task)[0].finish_reason == "length"
+        later = asyncio.create_task(completions.submit(Request(prompt(), GREEDY)))
+        await asyncio.sleep(0.3)
+        assert not later.done()
+        await asyncio.to_thread(completions.resume)
+        assert len((await later)[0].token_ids) == 20
+
+    asyncio.run(work())
+
+
+# -- the end of a server, so this comes last ----------------------------------------------------------
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_batch(generate: Engine, servers: Servers) -> None:
+    async def work() -> list[Any]:
+        tasks = [asyncio.create_task(generate.submit(Request(prompt(seed), LONG))) for seed in range(6)]
+        await asyncio.sleep(0.2)
+        servers.plain.kill()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(work())
+    assert len(results) == 6
+    assert all(isinstance(result, EngineError) for result in results), results
+    with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
+        generate.generate([Request(prompt(), GREEDY)])
+
+
+def running(server: Server) -> int:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    [line] = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+    return int(float(line.rpartition(" ")[2]))
