@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--client", action="store_true", help="only the client of an HTTP server")
     parser.add_argument("--model", help="a Hugging Face folder; by default a random model is made")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no round after this time")
+    limit = "seconds of the whole program, after which no round starts"
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=limit)
     parser.add_argument("--prompts", type=int, default=256, help="requests of a turn")
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a request; prompts are twice as long")
     parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
@@ -182,8 +183,9 @@ def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> i
         started = time.monotonic()
         hosts = {}
         for number, name in enumerate(names):
-            # Each has a cache of compiled code of its own, because they start at the same time.
-            variables = {**VARIABLES.get(name, {}), "VLLM_CACHE_ROOT": f"{caches}/{number}"}
+            variables = dict(VARIABLES.get(name, {}))
+            if not chosen.tiny:  # compiled code has a cache of its own for each, because they start at the same time
+                variables["VLLM_CACHE_ROOT"] = f"{caches}/{number}"
             hosts[name] = Host(name, chosen.model, {**ENGINES[name], **_shape(chosen)}, variables)
             stack.callback(hosts[name].close)
         for name, host in hosts.items():

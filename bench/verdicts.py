@@ -10,6 +10,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 4000
+LEAST_ROUNDS = 10  # the interval of fewer is too narrow to be believed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Share:
 def verdict(share: Share, goal: float, same: Share) -> str:
     """Return "kept", "MISSED", or "no verdict" with the reason. `same` compares two engines that do not differ."""
     asked = 1 - goal
+    rounds = min(share.rounds, same.rounds)
+    if rounds < LEAST_ROUNDS:
+        return f"no verdict: {rounds} rounds, at least {LEAST_ROUNDS} are needed"
     if same.noise >= asked:
         return (
             f"no verdict: two equal engines differ by up to {same.noise:.3f}, the goal asks for {asked:.3f}. "

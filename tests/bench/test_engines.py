@@ -26,7 +26,7 @@ def test_a_difference_of_a_few_percent_is_seen_through_slow_rounds() -> None:
 
 
 def test_no_verdict_where_equal_engines_differ_by_as_much_as_the_goal_asks_for() -> None:
-    same = noisy(1.0, 0.3, rounds=4)
+    same = noisy(1.0, 0.3, rounds=12)
     assert verdict(noisy(1.2, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
     assert verdict(noisy(0.5, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
 
@@ -34,6 +34,10 @@ def test_no_verdict_where_equal_engines_differ_by_as_much_as_the_goal_asks_for()
 def test_no_verdict_where_the_goal_lies_in_the_interval() -> None:
     same = noisy(1.0, 0.01, seed=4)
     assert verdict(Share(0.972, 0.965, 0.98, 20), 0.97, same).startswith("no verdict: the goal lies in the interval")
+
+
+def test_no_verdict_after_a_few_rounds() -> None:
+    assert verdict(Share.of([1.0] * 9, [1.0] * 9), 0.97, noisy(1.0, 0.01)).startswith("no verdict: 9 rounds")
 
 
 def test_only_rounds_of_both_can_be_compared() -> None:
