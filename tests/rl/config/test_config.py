@@ -484,7 +484,7 @@ def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     ("text", "message"),
     [
         ("steps = " + "[" * 100_000, "lists or tables are nested too deeply"),
-        ("[engine]\narguments = {a = " + "[" * 300 + "]" * 300 + "}", "nested too deeply: at most 64 levels"),
+        ("[engine]\narguments = {a = " + "[" * 300 + "]" * 300 + "}", "nested too deeply: expected at most 64 levels"),
         ("seed = 1" + "0" * 5000, "not TOML: Exceeds the limit"),
         ("[environment]\ndigits = 5000", r"environment\.digits: expected a number of at most 1000, got 5000"),
     ],
