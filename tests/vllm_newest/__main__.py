@@ -14,8 +14,11 @@ from tests.vllm_newest.environment import ROOT, make
 
 TESTS = [
     "tests/engines/test_contract.py",
-    *(f"tests/engines/vllm/test_{name}.py" for name in ("delivery", "engine", "frontend", "payloads", "promise")),
-    *(f"tests/engines/vllm/test_{name}.py" for name in ("rules", "seams", "weights", "worker")),
+    *(
+        f"tests/engines/vllm/test_{name}.py"
+        for name in ("commit", "delivery", "engine", "frontend", "payloads", "promise")
+    ),
+    *(f"tests/engines/vllm/test_{name}.py" for name in ("promise", "rules", "seams", "weights", "worker")),
 ]
 
 

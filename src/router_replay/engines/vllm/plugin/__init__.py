@@ -11,8 +11,8 @@ things:
                        with the CPU repair                                                 worker.py, weights/
     weight transfer    the backend "router_replay" of vLLM's own calls for new weights     weights/transfer.py
     all ranks          a worker call is answered by every data-parallel rank               ranks.py
-    delivery           the captured rows and log-probs of a step leave the engine core
-                       together                                                            routes/delivery.py
+    delivery           the captured rows and log-probs of a step are stored and leave
+                       the engine core together                                            routes/delivery.py, commit.py
     merged answers     keep their rows                                                     repairs/merged_rows.py
     float32 routers    on request, the routers' logits are computed in float32             routes/precision.py
     Ctrl-C             vLLM's processes ignore it; the one that started the engine
@@ -63,11 +63,12 @@ def register() -> None:
         return
     from router_replay.engines.vllm.plugin import dynamo, ranks, worker
     from router_replay.engines.vllm.plugin.repairs import merged_rows, signals
-    from router_replay.engines.vllm.plugin.routes import delivery, frontend, precision
+    from router_replay.engines.vllm.plugin.routes import commit, delivery, frontend, precision
 
     frontend.install()
     worker.install()
     ranks.install()
+    commit.install()
     delivery.install()
     merged_rows.install()
     precision.install()

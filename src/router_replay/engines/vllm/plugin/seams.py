@@ -1,10 +1,10 @@
 """List every place where the plugin touches vLLM, in one table.
 
 A seam says for which versions of vLLM it holds, and only those of the running version count. `register` checks them all
-before it changes anything. If one seam of the part "core" does not fit, nothing is
-patched. The seams of "delivery" are a separate part, because vLLM works without it: if one of them does not fit, rows
-leave the engine core as vLLM sends them. Those of "precision" are needed if float32 routers are asked for.
-`report()["seams"]` of an engine contains the seams of its version.
+before it changes anything. If one seam of the part "core" does not fit, nothing is patched. The seams of "delivery" and
+"storage" are separate parts, because vLLM works without them: if one of them does not fit, rows are sent or stored as
+vLLM does it. Those of "precision" are needed if float32 routers are asked for. `report()["seams"]` of an engine
+contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery", "precision"]
+Part = Literal["core", "delivery", "storage", "precision"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
@@ -68,6 +68,7 @@ _ROUTERS = "vllm.model_executor.layers.fused_moe.router"
 _LINEAR = "vllm.model_executor.layers.linear"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_AUX = "vllm.distributed.aux_output_connector"
 _CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
 _LOADS = "loads new weights in place"
 _CHECKS = "checks new weights without changing the running ones"
@@ -181,6 +182,27 @@ SEAMS: tuple[Seam, ...] = (
         "sends the rows and log-probs of a step together",
         ("aux_output_connector", "take_output"),
         "delivery",
+        SECOND_RUNNER,
+    ),
+    Seam(
+        f"{_AUX}.worker:AuxOutputWorkerConnector",
+        "_commit_output",
+        "wrapped",
+        "stores the rows of a step at once",
+        (
+            *("pending", "_buffer", "_requests", "_publish_blocks", "query_start_loc", "token_starts", "num_sampled"),
+            *("num_rejected", "routed_experts", "capture_cursor", "scheduled_cursor", "emit_cursor"),
+        ),
+        "storage",
+        SECOND_RUNNER,
+    ),
+    Seam(
+        f"{_AUX}.routed_experts:RoutedExpertsBuffer",
+        "capture",
+        "read",
+        "shows how a row is stored",
+        ("dtype", "shape_per_token", "block_size", "_tail", "_rows", "_requests", "_owned_slots", "slot", "length"),
+        "storage",
         SECOND_RUNNER,
     ),
     Seam(
