@@ -244,7 +244,7 @@ def rows_of(job: Job) -> Routes:
 CONNECT: dict[str, Callable[[str], Engine]] = {
     "vllm_http": lambda url: VllmHttpEngine(url, timeout=300),
     "sglang": lambda url: SglangEngine(url, SPEC, timeout=300),
-    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], timeout=300, gpu_workers=True),
+    "dynamo": lambda url: DynamoEngine(url, SPEC, workers=[url], end_of_sequence=[0], timeout=300, gpu_workers=True),
 }
 
 
