@@ -52,6 +52,8 @@ def verdict(share: Share, goal: float, same: Share) -> str:
     rounds = min(share.rounds, same.rounds)
     if rounds < LEAST_ROUNDS:
         return f"no verdict: {rounds} rounds, at least {LEAST_ROUNDS} are needed"
+    if share.high + same.noise < goal:  # too slow, even if all of the noise were to its disadvantage
+        return "MISSED"
     if same.noise >= asked:
         return (
             f"no verdict: two equal engines differ by up to {same.noise:.3f}, the goal asks for {asked:.3f}. "

@@ -28,7 +28,13 @@ def test_a_difference_of_a_few_percent_is_seen_through_slow_rounds() -> None:
 def test_no_verdict_where_equal_engines_differ_by_as_much_as_the_goal_asks_for() -> None:
     same = noisy(1.0, 0.3, rounds=12)
     assert verdict(noisy(1.2, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
-    assert verdict(noisy(0.5, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
+    assert verdict(noisy(0.9, 0.001), 0.97, same).startswith("no verdict: two equal engines differ")
+
+
+def test_a_difference_larger_than_noise_and_goal_together_is_a_miss_on_any_machine() -> None:
+    same = noisy(1.0, 0.3, rounds=12)
+    assert 0.03 < same.noise < 0.4
+    assert verdict(noisy(0.5, 0.001), 0.97, same) == "MISSED"
 
 
 def test_no_verdict_where_the_goal_lies_in_the_interval() -> None:

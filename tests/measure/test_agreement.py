@@ -58,5 +58,5 @@ def test_what_cannot_be_compared() -> None:
         route_agreement(a, Routes(B, SPEC)[:3])
     with pytest.raises(MeasureError, match="none of the 4 rows"):
         route_agreement(a, Routes.missing(4, SPEC))
-    with pytest.raises(MeasureError, match="none of 0 rows"):
+    with pytest.raises(MeasureError, match="none of the 0 rows"):
         route_agreement(a[:0], a[:0])
