@@ -310,7 +310,8 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
     engine: Engine, checkpoints: Checkpoints, in_flight: Any
 ) -> None:
     async def work() -> None:
-        tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(2)), seconds=0.1)
+        # More than run at once: the first may end before the update comes to them, the last cannot.
+        tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(12)), seconds=0.1)
         update = asyncio.create_task(asyncio.to_thread(engine.update_weights, checkpoints.b, 1, in_flight))
         meanwhile = []
         while not update.done() and len(meanwhile) < 500:  # who comes later must not keep it waiting for ever
@@ -319,10 +320,10 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
         await update
         for task in tasks:
             [completion] = await task
-            assert completion.finish_reason == ("abort" if in_flight == "abort" else "length")
-            assert set(completion.versions) | set(completion.routes.versions) <= {
-                0
-            }  # nothing, if it was aborted at once
+            if in_flight == "wait" or task is tasks[-1]:
+                assert completion.finish_reason == ("abort" if in_flight == "abort" else "length")
+            # nothing, if it was aborted at once
+            assert set(completion.versions) | set(completion.routes.versions) <= {0}
         for completion in meanwhile:  # before or after, never both
             assert len(set(completion.versions) | set(completion.routes.versions)) <= 1
         [after] = await engine.submit(Request(prompt(), GREEDY))
