@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import pathlib
@@ -332,11 +333,17 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
     landed: dict[str, list[Completion | EngineError]] = {name: [] for name in plain.frontends}
     sampling = Sampling(max_tokens=180, ignore_eos=True)
 
+    killed = threading.Event()
+
     def ask(name: str, engine: Engine, seed: int) -> None:
-        try:
-            landed[name].append(one(engine, Request(prompt(seed), sampling, id=f"{name}-{seed}")))
-        except EngineError as error:
-            landed[name].append(error)
+        """Have one request after the other in flight, so that the worker dies in the middle of some."""
+        for turn in itertools.count():
+            try:
+                landed[name].append(one(engine, Request(prompt(seed), sampling, id=f"{name}-{seed}-{turn}")))
+            except EngineError as error:
+                landed[name].append(error)
+            if killed.is_set():
+                return
 
     dying = plain.workers[1]
     engines = {name: connect(plain, name, spec=SPEC, end_of_sequence=[1]) for name in plain.frontends}
@@ -346,14 +353,15 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
     before = dying.generated()
     for thread in threads:
         thread.start()
-    while dying.generated() < before + 360:  # of its about nine requests each has some tokens, and none has 180
+    while dying.generated() < before + 360:
         time.sleep(0.02)
     dying.kill()
+    killed.set()
     for thread in threads:
         thread.join(240)
     said = {name: [str(one) for one in answers if isinstance(one, EngineError)] for name, answers in landed.items()}
     for answers in landed.values():
-        assert len(answers) == 6
+        assert len(answers) >= 6
         for answer in answers:
             if isinstance(answer, Completion):
                 assert len(answer.token_ids) == 180
@@ -367,5 +375,5 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
         engines["generate"].pause()
     for engine in engines.values():
         engine.close()
-    counts = ", ".join(f"{len(texts)} of 6 refused by {name}" for name, texts in said.items())
+    counts = ", ".join(f"{len(texts)} of {len(landed[name])} refused by {name}" for name, texts in said.items())
     verified(f"a worker killed in the middle of requests: {counts}; all others are whole, computed by one worker")
