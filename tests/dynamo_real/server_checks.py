@@ -294,11 +294,11 @@ def test_without_the_plugin_it_refuses_what_would_be_wrong(
 
 def test_without_the_plugin_an_abort_ends_requests(plain_engine: Engine, verified: Say) -> None:
     async def work() -> Completion:
-        request = Request(prompt(5), LONG)
-        task = asyncio.create_task(plain_engine.submit(request))
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(plain_engine.abort, [request.id])
-        [completion] = await task
+        requests = [Request(prompt(seed), LONG) for seed in range(16)]  # many at once, so that none ends too early
+        tasks = [asyncio.create_task(plain_engine.submit(request)) for request in requests]
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(plain_engine.abort, [request.id for request in requests])
+        [completion] = (await asyncio.gather(*tasks))[-1]
         return completion
 
     completion = asyncio.run(work())
@@ -320,12 +320,12 @@ def test_the_reason_of_the_refusal_is_true(plain: Dynamo, checkpoints: Checkpoin
 
 
 async def _kept(engine: Engine, checkpoints: Checkpoints) -> None:
-    task = asyncio.create_task(engine.submit(Request(prompt(), LONG)))
+    tasks = [asyncio.create_task(engine.submit(Request(prompt(seed), LONG))) for seed in range(16)]
     try:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.2)
         await asyncio.to_thread(engine.update_weights, checkpoints.a, 2, "keep")
     finally:
-        await task
+        await asyncio.gather(*tasks)
 
 
 def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
