@@ -77,10 +77,12 @@ async def midway(
     requests: Sequence[Request],
     act: Callable[[], object],
     undo: Callable[[], object] = lambda: None,
+    too_late: Callable[[list[list[Completion]]], bool] = lambda landed: False,
 ) -> list[list[Completion]]:
     """Start requests, call `act` in another thread when each has some tokens, and return what came of them.
 
     How long "some tokens" takes depends on the machine; where it was too early or too late, the whole is done again.
+    `too_late` says of what came that requests ended before `act` reached them.
     """
     seconds = 0.1
     for _ in range(14):
@@ -90,6 +92,7 @@ async def midway(
         await asyncio.to_thread(act)
         landed = [await task for task in tasks]
         samples = [sample for samples in landed for sample in samples]
+        late = late or too_late(landed)
         if not late and all(len(sample.token_ids) > 3 and sample.versions[3] == 0 for sample in samples):
             return landed
         await asyncio.to_thread(undo)

@@ -167,7 +167,12 @@ def test_abort_returns_what_there_is(engine: Engine) -> None:
     async def work() -> None:
         stays, goes = Request(prompt(0), LONG), Request(prompt(1), Sampling(150, n=2, ignore_eos=True))
         aborted: list[Completion] = []
-        whole, partial = await midway(engine, [stays, goes], lambda: aborted.extend(engine.abort([goes.id])))
+        whole, partial = await midway(
+            engine,
+            [stays, goes],
+            lambda: aborted.extend(engine.abort([goes.id])),
+            too_late=lambda landed: any(completion.finish_reason == "length" for completion in landed[1]),
+        )
         assert [completion.request_id for completion in aborted[-2:]] == [goes.id, goes.id]
         assert whole[0].finish_reason == "length"
         for completion in partial:
