@@ -54,7 +54,8 @@ def _commit_decoded(worker: Any, pending: Any) -> tuple[dict[str, Any], list[int
     outputs: dict[str, Any] = {}
     left: list[int] = []
     taken, slots, places = [], [], []  # from where in `rows`, to which block, and to which row of it
-    ended, waiting = [], []  # blocks that became full, and requests whose full blocks have no key yet
+    ended: list[tuple[str, Any, Any]] = []  # requests whose block became full
+    batches: list[tuple[Any, list[tuple[int, np.ndarray]]]] = []  # what is published, and full blocks without a key
     for index, (name, position, sampled, rejected) in enumerate(zip(pending.request_ids, *told, strict=True)):
         state, tail, row = states[name], tails.get(name), bounds[index]
         expected = position if tail is None else tail.block_start + tail.length
@@ -78,10 +79,9 @@ def _commit_decoded(worker: Any, pending: Any) -> tuple[dict[str, Any], list[int
         if tail.length == block_size:
             ended.append((name, state, tail))
         elif state.pending_blocks:
-            waiting.append((state, []))
+            batches.append((state, []))
     if taken:
         buffer._rows[slots, places] = rows[taken]
-    batches: list[tuple[Any, list[tuple[int, np.ndarray]]]] = waiting
     for name, state, tail in ended:
         block = buffer._rows[tail.slot]
         del tails[name]
