@@ -39,7 +39,7 @@ def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, ve
 
 
 def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
-    """Raise ConfigError if the engine has another model than the policy, or cannot return the routes that R3 needs."""
+    """Raise ConfigError if the engine has another model than the policy, or lacks what this run needs of it."""
     can = engine.capabilities
     if engine.spec != spec:
         raise ConfigError(
@@ -50,6 +50,8 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
             f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
             'Set replay = "r2" to record them in the trainer instead'
         )
+    if not can.versions:
+        raise ConfigError(f"training needs an engine that takes new weights, and this one does not: {can.why_not}")
 
 
 def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:

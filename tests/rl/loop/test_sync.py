@@ -289,6 +289,20 @@ def test_r3_refuses_an_engine_that_does_not_capture(
     train(make_config("replay=off", "steps=1"))  # which needs no routes
 
 
+class FixedWeights(EmbeddedEngine):
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.capabilities = dataclasses.replace(self.capabilities, versions=False, why_not="the plugin is missing")
+
+
+def test_training_refuses_an_engine_that_takes_no_weights(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router_replay.engines.embedded.EmbeddedEngine", FixedWeights)
+    with pytest.raises(ConfigError, match=r"needs an engine that takes new weights.*the plugin is missing"):
+        train(make_config("replay=off", "steps=1"))
+
+
 class Forgets(EmbeddedEngine):
     """Says that it captures, and after a while does not."""
 
