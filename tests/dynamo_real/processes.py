@@ -54,6 +54,7 @@ class Dynamo:
     def start_worker(self, model: str, *flags: str, **variables: str) -> Process:
         shape = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items() if value is not True]
         arguments = ["--model", model, "--served-model-name", "moe", "--enforce-eager", *shape, *flags]
+        arguments += ["--worker-extension-cls=tests.dynamo_real.slow_steps.SlowSteps"]
         port = free_port()
         worker = self._start(
             f"worker-{len(self.workers)}", [str(WORKER), *arguments], port,
@@ -89,13 +90,19 @@ class Dynamo:
         shared = {
             "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(self.state / "kv"), "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": f"{environment.ROOT / 'src'}{os.pathsep}{environment.ROOT}",
         }  # fmt: skip
         (self.state / "kv").mkdir(parents=True, exist_ok=True)
         log = self.state / f"{name}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [environment.python(), *command],
-                env={**os.environ, **shared, **variables, "PYTHONPATH": str(environment.ROOT / "src")},
+                env={
+                    **os.environ,
+                    **shared,
+                    **variables,
+                    "PYTHONPATH": f"{environment.ROOT / 'src'}{os.pathsep}{environment.ROOT}",
+                },
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
