@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import multiprocessing
 import os
-import statistics
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -18,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine_probe import PROBE
+from bench.engine_probe import PROBE, pin_threads
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm.requests import sampling_arguments
 from router_replay.routes import Routes
 from router_replay.stitch import Trajectory
 
+QUANTILE = 0.25  # of the decode steps of a turn: other work on the machine makes steps longer, never shorter
 FIRST_TOKEN = 3  # the ids below are special in many vocabularies
 
 
@@ -43,10 +43,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Hold the cost of one turn in seconds; `step` and `gpu_step` are medians over its pure decode steps.
+    """Hold the cost of one turn in seconds; `step` and `gpu_step` are the lower quartiles of its pure decode steps.
 
-    `turn` is the time that the client waited, in which every pure decode step counts as much as the median one, so
-    that a pause of the machine in one of them is left out. `wait` is the same time as it was measured.
+    `turn` is the time that the client waited, in which every pure decode step counts as much as the lower quartile, so
+    that pauses of the machine in some of them are left out. `wait` is the same time as it was measured.
     """
 
     turn: float
@@ -108,6 +108,7 @@ def _serve(pipe: Connection, model: str, arguments: dict[str, Any], variables: d
 
         with VllmEngine(model, worker_extension_cls=PROBE, **arguments) as engine:
             turns = _Turns(engine)
+            pin_threads()
             report = engine.report()
             pipe.send({name: report[name] for name in ("delivery", "forced_routes", "captures")})
             while (work := pipe.recv()) is not None:
@@ -181,15 +182,15 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
     # The time of a step reaches to the start of the next one, so the last step has none.
     intervals = np.diff(start)
     timed = decodes[:-1]
-    median = statistics.median(intervals[timed].tolist()) if timed.any() else 0.0
-    turn = ended - started - float(np.sum(intervals[timed] - median))
-    gpu_median = statistics.median(gpu[decodes].tolist()) if decodes.any() else 0.0
+    step = float(np.quantile(intervals[timed], QUANTILE)) if timed.any() else 0.0
+    turn = ended - started - float(np.sum(intervals[timed] - step))
+    gpu_step = float(np.quantile(gpu[decodes], QUANTILE)) if decodes.any() else 0.0
     return Cost(
         turn=turn,
         wait=ended - started,
-        step=median,
-        gpu_step=gpu_median,
-        gpu=float(gpu[~decodes].sum() + gpu_median * decodes.sum()),
+        step=step,
+        gpu_step=gpu_step,
+        gpu=float(gpu[~decodes].sum() + gpu_step * decodes.sum()),
         core_cpu=steps["cpu"],
         client_cpu=client_cpu,
         steps=len(start),

@@ -17,9 +17,10 @@ import pytest
 
 from router_replay.engines import Engine
 from router_replay.engines.vllm import versions
-from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.engines.vllm.plugin.routes import commit, delivery
 from router_replay.errors import EngineError
 from tests.engines.conftest import ENVIRONMENT, Checkpoints, environment
+from tests.engines.vllm import aux_worker
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -71,7 +72,11 @@ class Core:
         self.outputs = OutputProcessor(None, log_stats=False)
         self._conversations: dict[str, int] = {}
         self._second_runner = versions.uses_second_runner(vllm.__version__)
-        self._sent: dict[str, int] = {}  # rows that the second model runner has sent of each request
+        if self._second_runner:
+            from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+            commit.install()
+            self._worker = aux_worker.storing(AuxOutputWorkerConnector, (LAYERS, TOP_K), BLOCK, 8)
         self._under_way: collections.deque[tuple[Any, Any]] = collections.deque()
         self.arrays = 0  # that were sent
         self.logprob_arrays = 0
@@ -141,22 +146,23 @@ class Core:
         return {"routed_experts": RoutedExpertsLists(np.concatenate(rows).astype(np.int32), np.concatenate(slots))}
 
     def _rows_by_request(self, scheduled: Any, spans: dict[str, tuple[int, int]], sampled: list[list[int]]) -> Any:
-        """What the second one sends: the rows of each request that sampled a token, from those that it sent before."""
-        from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
-
-        metadata = scheduled.aux_output_connector_metadata
-        for name in metadata.finished_requests:  # also the preempted ones
-            self._sent.pop(name, None)
-        outputs = {}
-        for (name, (_, end)), tokens in zip(spans.items(), sampled, strict=True):
-            first = self._sent.setdefault(name, metadata.requests[name])
-            if tokens:
-                rows = rows_of(self._conversations[name], first, end).astype(np.uint8)
-                outputs[name] = AuxRequestOutput(first, rows)
-                self._sent[name] = end
-        return {"aux_output_connector_output": outputs}
+        """What the second one keeps until the step is read; vLLM's own worker then returns the rows of each request."""
+        rows = [rows_of(self._conversations[name], first, end).astype(np.uint8) for name, (first, end) in spans.items()]
+        pending = aux_worker.begun(
+            self._worker,
+            scheduled.aux_output_connector_metadata,
+            list(spans),
+            [first for first, _ in spans.values()],
+            np.cumsum([0, *map(len, rows)]),
+            routed_experts=np.concatenate(rows),
+            num_sampled=np.array([len(tokens) for tokens in sampled]),
+            num_rejected=np.zeros(len(spans), np.int32),
+        )
+        return {"aux_output_connector_output": pending}
 
     def _read(self, scheduled: Any, answer: Any) -> None:
+        if self._second_runner:
+            answer.aux_output_connector_output = self._worker.process_output(answer.aux_output_connector_output)
         for message in self.scheduler.update_from_output(scheduled, answer).values():
             self.arrays += sum(output.routed_experts is not None for output in message.outputs)
             self.logprob_arrays += sum(output.new_logprobs is not None for output in message.outputs)

@@ -31,6 +31,7 @@ import numpy as np
 from router_replay.engines.environment import environment
 from router_replay.engines.vllm import versions
 from router_replay.engines.vllm.plugin import seams
+from router_replay.engines.vllm.plugin.routes.commit import StepRows
 from router_replay.engines.vllm.plugin.runner import captures
 from router_replay.errors import EngineError
 
@@ -64,7 +65,7 @@ def _reason_against(vllm_config: Any) -> str:
 
 @functools.cache
 def _unexpected() -> str:
-    return "; ".join(seams.problems("delivery"))
+    return "; ".join(seams.problems("delivery") + seams.problems("storage"))
 
 
 # -- the engine core --------------------------------------------------------------------------------
@@ -82,18 +83,28 @@ class Delivery:
         self._scheduler.update_from_output = self.update_from_output
 
     def update_from_output(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
-        """Return vLLM's messages of a step, with the single rows of each message in one array."""
-        messages = self._with_logprobs(scheduler_output, model_output)
+        """Return vLLM's messages of a step, with the rows of all decoding requests of a message in one array."""
+        step = model_output.aux_output_connector_output
+        if not isinstance(step, StepRows):
+            return self._with_logprobs(scheduler_output, model_output)
+        connector = self._scheduler.aux_output_connector
+        take, others = connector.take_output, step.others
+
+        def take_others(request: Any, output: Any) -> Any:
+            return take(request, output) if request.request_id in others else None
+
+        connector.take_output = take_others
+        try:
+            messages = self._with_logprobs(scheduler_output, model_output)
+        finally:
+            del connector.take_output
         for message in messages.values():
             sampled = [output for output in message.outputs if output.new_token_ids]
-            if any(output.routed_experts is None for output in sampled):
-                continue  # the reader would give these outputs rows of others
-            single = [output for output in sampled if len(output.routed_experts) == 1]
-            if len(single) > 1:
-                packed = np.stack([output.routed_experts for output in single])
-                for output in single:
-                    output.routed_experts = None
-                single[0].routed_experts = packed
+            decoded = [output for output in sampled if output.request_id not in others]
+            # The reader gives packed rows to all outputs that have none.
+            packed = not any(output.routed_experts is None for output in sampled if output.request_id in others)
+            if decoded:
+                _attach_rows(decoded, step, packed)
         return messages
 
     def _with_logprobs(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
@@ -193,6 +204,17 @@ class FirstRunnerDelivery(Delivery):
                 start = parameters.routed_experts_prompt_start if parameters is not None else None
                 found[name] = request.num_prompt_tokens, start or 0
         return found
+
+
+def _attach_rows(outputs: Sequence[Any], step: StepRows, packed: bool) -> None:
+    """Give these outputs their rows of the step: all of them to the first output, or to each its own."""
+    names = [output.request_id for output in outputs]
+    rows = step.rows if names == step.names else step.rows[[step.index[name] for name in names]]
+    if packed and len(outputs) > 1:
+        outputs[0].routed_experts = rows[:, None]
+        return
+    for output, row in zip(outputs, rows, strict=True):
+        output.routed_experts = row[None]
 
 
 def _attach(scheduler: Any) -> None:
