@@ -121,9 +121,9 @@ class Engine(abc.ABC):
     def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
         """Load new weights in place and reset the caches of the old ones.
 
-        `source` is a Hugging Face folder for any engine; vLLM also takes shared memory, and the embedded engine a
-        state dict. `version` is the policy version of the new weights. `in_flight` says what happens to running
-        requests, as in `pause`: "abort", "keep" or "wait".
+        `source` is a Hugging Face folder for any engine; vLLM also takes shared memory, the embedded engine a state
+        dict, and a stock vLLM server on a GPU the tensors of `checkpoint_tensors`. `version` is the policy version of
+        the new weights. `in_flight` says what happens to running requests, as in `pause`: "abort", "keep" or "wait".
         """
 
     @abc.abstractmethod

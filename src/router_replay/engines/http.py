@@ -52,7 +52,7 @@ class Http:
         self.url = checked_url(url)
         self._server = server
         self._advice = advice
-        self._timeout = checks.seconds(timeout, "timeout")
+        self.timeout = checks.seconds(timeout, "timeout")
         self._session = aiohttp.ClientSession(
             # Each request gets a new connection. A reused one may have been closed by the server, which looks the same
             # as a server that died while handling the request, and such a request must not be sent again.
@@ -81,7 +81,7 @@ class Http:
         after a broken connection. `patient` allows the server to take a long time. `limit` is the largest accepted
         body in bytes.
         """
-        seconds = self._timeout if patient else min(self._timeout, CONTROL_SECONDS)
+        seconds = self.timeout if patient else min(self.timeout, CONTROL_SECONDS)
         timeout = self._aiohttp.ClientTimeout(total=seconds, connect=CONTROL_SECONDS)
         pause = FIRST_PAUSE
         for attempt in range(1, ATTEMPTS + 1):

@@ -330,12 +330,14 @@ class Capabilities:
 
     `routes`: the engine returns rows. `forced_routes`: the caller can set which experts to use. `start`: rows can be
     left out of an answer. `versions`: weights can be loaded, and each token has the version that sampled it.
+    `checked_weights`: the engine checks new weights against its model before it gives up the old ones.
     """
 
     routes: bool
     forced_routes: bool
     start: bool
     versions: bool
+    checked_weights: bool = False
     why_not: str = ""
 
     @property

@@ -168,7 +168,8 @@ def test_a_limit_of_the_server_is_an_error_and_the_models_own_is_not(completions
 def test_what_needs_the_plugin_is_refused_with_the_reason(stock: Engine, checkpoints: Checkpoints) -> None:
     with pytest.raises(EngineError, match="need the plugin"):
         one(stock, Request(prompt(), GREEDY, forced_routes=random_routes(3, stock.spec)))
-    with pytest.raises(EngineError, match=r"need the plugin.*vLLM's own reload gives wrong experts on a CPU"):
+    why = r"computes on a CPU.*wrong experts|does not say on which device"  # in development mode, and else
+    with pytest.raises(EngineError, match=rf"need the plugin.*({why})"):
         stock.update_weights(checkpoints.b, 1)
     assert stock.version == 0
 

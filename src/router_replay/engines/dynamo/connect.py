@@ -239,6 +239,7 @@ def _found(
             forced_routes=report is not None and report.forced_routes and not probe.no_generate,
             start=not probe.no_generate or probe.prompt_start,
             versions=report is not None or own_reload,
+            checked_weights=report is not None,
             why_not="; ".join(reason for reason in reasons if reason),
         ),
         generate=not probe.no_generate,

@@ -95,7 +95,9 @@ class EmbeddedEngine(Engine):
         self._model = model.eval()
         self._replayer = RouterReplay(model)
         self.spec = self._replayer.spec
-        self.capabilities = Capabilities(routes=True, forced_routes=True, start=True, versions=True, why_not=why)
+        self.capabilities = Capabilities(
+            routes=True, forced_routes=True, start=True, versions=True, checked_weights=True, why_not=why
+        )
         runner = Runner(model, self._replayer, one_at_a_time=bool(why))
         self._schedule = Schedule(runner, self.spec, version, 1 if why else max_batch, max_prefill_tokens)
         self._wake = threading.Condition()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from router_replay.engines import checks
@@ -67,11 +67,17 @@ class Transport(abc.ABC):
     async def close(self) -> None:
         """Disconnect, or stop an engine of this process."""
 
+    def backend(self) -> VllmBackend:
+        """Return the Backend that uses this transport."""
+        return VllmBackend(self)
+
 
 class VllmBackend(Backend):
     """Implements the Backend calls for a vLLM engine, over a Transport."""
 
     ends_while_held = True
+    takes_tensors = False
+    """Whether `update_weights` takes tensors by name."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -141,22 +147,22 @@ class VllmBackend(Backend):
             answers = await self.transport.call_all("router_replay_update_weights", source=told)
             reasons = _reasons(answers)
         except Exception as error:
-            raise _broken(
+            raise broken(
                 f"loading the weights of {shown} failed, so it is unknown which weights vLLM has: {error}"
             ) from error
         refused = [reason for reason in reasons if reason]
         if len(refused) == len(reasons):  # the weights existed a moment ago, when `find` ran; nothing was changed
             raise EngineError(refused[0])
         if refused:
-            raise _broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
+            raise broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
         try:
             progress = progress_of_all([answer.get("progress", {}) for answer in answers])
             reset = await self.transport.reset_prefix_cache()
         except Exception as error:  # the new weights are loaded, and would be reported as the old version
-            raise _broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error
+            raise broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error
         # Kept requests hold blocks, so vLLM resets nothing; the salt of each update separates the old blocks.
         if not reset and not kept:
-            raise _broken(
+            raise broken(
                 "vLLM did not reset its prefix cache after the weight update, so KV of the old weights would be used"
             )
         self._updates += 1
@@ -184,13 +190,20 @@ class VllmClient(RemoteEngine):
         allow_zero_layers: bool = False,
     ) -> None:
         async def connect() -> Backend:
-            return VllmBackend(await start())
+            return (await start()).backend()
 
         super().__init__(connect, version, allow_zero_layers=allow_zero_layers)
 
     def _source(self, source: WeightSource) -> WeightSource:
-        """Check the weights: a folder, a safetensors file, or shared memory from `vllm.weights.share`."""
-        return source if isinstance(source, SharedTensors) else checks.folder(source)
+        """Check the weights: a folder, a safetensors file, or shared memory from `vllm.weights.share`.
+
+        A stock server also takes tensors by name, which this process sends from its GPU.
+        """
+        backend = self._connected
+        assert isinstance(backend, VllmBackend)
+        if isinstance(source, SharedTensors) or (backend.takes_tensors and isinstance(source, Mapping)):
+            return source
+        return checks.folder(source)
 
     def report(self) -> dict[str, Any]:
         """Return the report of the plugin in the worker: router rules, number of rows forced so far, its seams."""
@@ -204,7 +217,8 @@ def _told(source: WeightSource) -> str:
     return json.dumps(source.info() if isinstance(source, SharedTensors) else {"path": checks.folder(source)})
 
 
-def _broken(reason: str) -> BrokenError:
+def broken(reason: str) -> BrokenError:
+    """Return the error for an engine whose weights are unknown, which only a restart repairs."""
     return BrokenError(f"{reason}. Restart vLLM, then create a new engine")
 
 

@@ -3,9 +3,10 @@
     with VllmHttpEngine("http://127.0.0.1:8000", spec=spec) as engine:
         print(engine.capabilities.why_not)      # what this server cannot do, found out when connecting
 
-Every server captures. The plugin adds forced routes, weights and policy versions; vLLM's development mode adds pauses
-that keep requests, and aborts that return what was sampled. `engines/http.py` describes which calls are retried and
-which failures raise EngineError; partially received answers are discarded.
+Every server captures. The plugin adds forced routes, checked weights and the versions of kept requests; vLLM's
+development mode adds pauses that keep requests, and aborts that return what was sampled, and on GPUs vLLM's own weight
+transfers (`stock.py`). `engines/http.py` describes which calls are retried and which failures raise EngineError;
+partially received answers are discarded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from router_replay.engines.backend import Flight
 from router_replay.engines.http import Http, answer_limit, checked_url, decoded, parsed, printable, refusal
 from router_replay.engines.stale import check_server
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
-from router_replay.engines.vllm.client import Transport, VllmClient
+from router_replay.engines.vllm.client import Transport, VllmBackend, VllmClient
 from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, ServedModel, read_report
 from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.engines.vllm.samples import Sample
+from router_replay.engines.vllm.stock import Stock, StockBackend, current_gpu, read_stock
 from router_replay.engines.vllm.token_routes import COMPLETIONS_CUT_ROWS, CompletionsRoute, GenerateRoute, TokenRoute
 from router_replay.engines.vllm.token_routes import GENERATE as GENERATE
 from router_replay.engines.vllm.token_routes import samples_of as samples_of
@@ -42,7 +44,8 @@ ABORTS = ("/abort_requests", "/inference/v1/abort_requests")  # in development m
 class VllmHttpEngine(VllmClient):
     """Connects to one vLLM server at `url`. `version` is the policy version of the weights that it has now.
 
-    `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key.
+    `timeout` limits one generation or weight update, in seconds; `api_key` is the server's API key. A stock server
+    gets new weights from the GPU that is current for the caller.
     `spec` is required if the server lacks the plugin and its model is not a folder of this machine; `vocabulary`, the
     vocabulary size, is optional there. `allow_zero_layers` is for top-1 models in which a layer can choose expert 0 for
     64 consecutive tokens.
@@ -60,8 +63,9 @@ class VllmHttpEngine(VllmClient):
         allow_zero_layers: bool = False,
     ) -> None:
         given, address, seconds = checks.vocabulary(vocabulary), checked_url(url), checks.seconds(timeout, "timeout")
+        gpu = current_gpu()  # of the caller's thread; the engine has a thread of its own
         super().__init__(
-            lambda: _connect(address, spec, given, seconds, api_key), version, allow_zero_layers=allow_zero_layers
+            lambda: _connect(address, spec, given, seconds, api_key, gpu), version, allow_zero_layers=allow_zero_layers
         )
 
 
@@ -95,22 +99,23 @@ class _Found:
     version: tuple[int, ...]
     model: _Model
     route: TokenRoute
+    gpu: int
 
 
 async def _connect(
-    url: str, spec: RouterSpec | None, vocabulary: int | None, timeout: float, api_key: str | None
+    url: str, spec: RouterSpec | None, vocabulary: int | None, timeout: float, api_key: str | None, gpu: int
 ) -> Transport:
     http = Http(url, timeout, "vLLM", "Start one with: router-replay serve MODEL", api_key=api_key)
     try:
         version = str((await http.expect_object("GET", "/version")).get("version", "unknown"))[:40]
         refuse_version(version)
-        return await _probe(await _look(http, numbers_of(version)), spec, vocabulary)
+        return await _probe(await _look(http, numbers_of(version), gpu), spec, vocabulary)
     except BaseException:
         await http.close()
         raise
 
 
-async def _look(http: Http, version: tuple[int, ...]) -> _Found:
+async def _look(http: Http, version: tuple[int, ...], gpu: int) -> _Found:
     """Find out which route for token ids the server has, and what it tells about its model."""
     status, answer = await http.request("GET", "/v1/models", repeat=True)
     if status in (401, 403):
@@ -121,7 +126,7 @@ async def _look(http: Http, version: tuple[int, ...]) -> _Found:
     route: TokenRoute = GenerateRoute()
     if status in (404, 405):
         route = CompletionsRoute(cuts_rows=version >= COMPLETIONS_CUT_ROWS, context=model.max_model_len)
-    return _Found(http, version, model, route)
+    return _Found(http, version, model, route, gpu)
 
 
 async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
@@ -158,6 +163,7 @@ async def _with_plugin(
         forced_routes=all(report.forced_routes for report in reports),
         start=True,
         versions=True,
+        checked_weights=True,
         why_not=printable(reason[:2000]) or ("" if captures else NO_CAPTURE),
     )
     ranks = await _ranks(http)
@@ -193,19 +199,28 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
             "model folder of this machine. Pass spec=RouterSpec.from_config(config), or start the server with "
             "router-replay serve"
         )
-    logprobs_mode, abort_path = await _logprobs_mode(found), await _abort_path(found.http)
+    info, abort_path = await _server_info(found), await _abort_path(found.http)
+    stock = read_stock(info, found.version, found.model.root, found.gpu)
     status, _ = await found.http.request("GET", "/is_paused", repeat=True)
-    no_plugin = f"forced routes, new weights and policy versions need the plugin: {reason}"
+    weights = "new weights and policy versions"
+    if not stock.why_not:
+        weights = "checked weights and requests that are kept over a weight change"
+    no_plugin = f"forced routes, {weights} need the plugin: {reason}"
     lacks = [no_plugin]
+    if stock.why_not:
+        lacks.append(f"new weights by vLLM's own transfer: {stock.why_not}")
     if abort_path is None:
         lacks.append(_NO_ABORT)
     if status != 200:
         lacks.append(_NO_PAUSE)
-    capabilities = Capabilities(routes=True, forced_routes=False, start=True, versions=False, why_not="; ".join(lacks))
+    capabilities = Capabilities(
+        routes=True, forced_routes=False, start=True, versions=not stock.why_not, why_not="; ".join(lacks)
+    )
     stops = end_of_sequence_ids(generation_config) or end_of_sequence_ids(config)
     model = ServedModel(spec, vocabulary, stops)
+    logprobs_mode = str(info["settings"].get("logprobs_mode", "raw_logprobs"))
     bare = _OverHttp(found, model, capabilities, logprobs_mode, abort_path=abort_path)
-    bare.no_plugin = no_plugin
+    bare.no_plugin, bare.stock = no_plugin, stock
     bare.cannot_hold = _NO_PAUSE if status != 200 else ""
     if not await bare.captures():
         lacks.insert(0, NO_CAPTURE)
@@ -222,15 +237,15 @@ async def _abort_path(http: Http) -> str | None:
     return None
 
 
-async def _logprobs_mode(found: _Found) -> str:
-    """Return the log-probs mode of the server, and refuse settings that return wrong rows.
+async def _server_info(found: _Found) -> dict[str, Any]:
+    """Return what the server tells of itself, with `settings` of all parts, and refuse those that return wrong rows.
 
-    Only a server in development mode tells its settings. vLLM's default is assumed for others.
+    Only a server in development mode tells its settings. vLLM's defaults are assumed for others.
     """
     query = {"config_format": "json"}
     status, answer = await found.http.request("GET", "/server_info", query=query, repeat=True, patient=True)
     if status != 200:
-        return "raw_logprobs"
+        return {"settings": {}}
     told = parsed(answer, f"{found.http.url}/server_info")
     config = told.get("vllm_config", {}) if isinstance(told, dict) else None
     if not isinstance(config, dict):
@@ -240,7 +255,7 @@ async def _logprobs_mode(found: _Found) -> str:
         if isinstance(config.get(part), dict):
             settings |= config[part]
     check_server(settings, server=found.http.url, version=found.version)
-    return str(settings.get("logprobs_mode", "raw_logprobs"))
+    return {**told, "settings": settings}
 
 
 def _local(folder: str | None, name: str) -> Mapping[str, Any]:
@@ -262,10 +277,6 @@ _NO_ABORT = (
     "--enable-scale-out from vLLM 0.32 on): it closes the connection, and the server drops the request"
 )
 _NO_PAUSE = "a pause cannot keep requests, since the server has no /pause (VLLM_SERVER_DEV_MODE=1)"
-_NO_WEIGHTS = (
-    "vLLM's own reload gives wrong experts on a CPU without an error, and its transfers between GPUs (NCCL, IPC) were "
-    "never run by this package, so neither is used"
-)
 
 
 # -- the transport ------------------------------------------------------------------------------------
@@ -289,6 +300,7 @@ class _OverHttp(Transport):
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
         self.no_plugin = ""  # why the server has no plugin; empty if it has
+        self.stock: Stock | None = None  # how a server without the plugin takes new weights
         self._end_of_sequence = model.end_of_sequence
         self._abort_path = abort_path
         self._ranks = ranks
@@ -345,7 +357,7 @@ class _OverHttp(Transport):
 
     async def call_all(self, method: str, **arguments: str) -> list[dict[str, Any]]:
         if self.no_plugin:
-            raise EngineError(f"{self.no_plugin}. {_NO_WEIGHTS}")
+            raise EngineError(self.no_plugin)
         body = {"method": method, "kwargs": arguments}
         answer = await self._http.expect_object("POST", "/collective_rpc", body, patient=True, limit=WORKERS_LIMIT)
         results = answer.get("results")
@@ -363,3 +375,8 @@ class _OverHttp(Transport):
 
     async def close(self) -> None:
         await self._http.close()
+
+    def backend(self) -> VllmBackend:
+        if self.stock is None:
+            return VllmBackend(self)
+        return StockBackend(self, self._http, self.stock, self.no_plugin)

@@ -126,6 +126,7 @@ async def _capabilities(transport: Transport, forced_routes: bool) -> Capabiliti
         forced_routes=report["forced_routes"],
         start=True,
         versions=True,
+        checked_weights=True,
         why_not=report["reason"],
     )
 
