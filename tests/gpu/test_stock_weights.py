@@ -102,7 +102,7 @@ def connected(server: subprocess.Popen[bytes], url: str, log: pathlib.Path) -> V
     began = time.monotonic()
     while True:
         try:
-            engine = VllmHttpEngine(url, timeout=120)
+            engine = VllmHttpEngine(url, timeout=300)
         except EngineError as error:
             late = time.monotonic() - began > SECONDS
             if "no vLLM server" not in str(error) or server.poll() is not None or late:

@@ -96,6 +96,7 @@ def mixed() -> dict[str, torch.Tensor]:
 
 def test_parts_have_every_name_once_and_fit_the_buffer() -> None:
     index = opened(mixed()).index
+    assert len(parts_of(index, 10_000)) == 1
     for limit in (1, 30, 64, 100, 10_000):
         parts = parts_of(index, limit)
         assert [name for part in parts for name in part] == list(index)

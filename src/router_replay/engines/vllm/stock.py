@@ -102,6 +102,10 @@ def _part(told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
+def _reason(error: Exception) -> str:
+    return str(error) or repr(error)  # a timeout has no text
+
+
 def current_gpu() -> int:
     """Return the number of the calling thread's GPU, without starting CUDA in a process that does not use it."""
     torch = sys.modules.get("torch")
@@ -148,14 +152,14 @@ class StockBackend(VllmBackend):
             await self._sender.prepare(weights)
         except Exception as error:
             raise EngineError(
-                f"the transfer of weights could not begin, and the old ones are still in use: {error or repr(error)}"
+                f"the transfer of weights could not begin, and the old ones are still in use: {_reason(error)}"
             ) from error
         try:
             sums = await self._sender.send(weights)
             reset = await self.transport.reset_prefix_cache()
         except Exception as error:
             raise broken(
-                f"sending {weights.where} failed, so it is unknown which weights vLLM has: {error or repr(error)}"
+                f"sending {weights.where} failed, so it is unknown which weights vLLM has: {_reason(error)}"
             ) from error
         if not reset:
             raise broken(
@@ -204,7 +208,7 @@ class StockBackend(VllmBackend):
         try:
             answer = await self._probe()
         except Exception as error:
-            raise broken(f"vLLM took the new weights, and then failed at a request: {error or repr(error)}") from error
+            raise broken(f"vLLM took the new weights, and then failed at a request: {_reason(error)}") from error
         if not all(math.isfinite(logprob) and logprob > LOWEST_LOGPROB for logprob in answer[1]):
             raise broken(f"with its new weights vLLM samples tokens whose log-probs are {list(answer[1])}")
         last, self._last = self._last, (sums, answer)

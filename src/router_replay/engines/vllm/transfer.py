@@ -80,7 +80,7 @@ def pack_part(weights: Weights, names: list[str], buffer: torch.Tensor) -> dict[
     """Copy these tensors into the buffer of bytes, one after the other, and return their description for vLLM."""
     place, sizes = 0, []
     for name in names:
-        bytes_of_it = weights.read(name).detach().contiguous().reshape(-1).view(torch.uint8)
+        bytes_of_it = weights.read(name).detach().reshape(-1).view(torch.uint8)
         buffer[place : place + len(bytes_of_it)].copy_(bytes_of_it)
         place += len(bytes_of_it)
         sizes.append(len(bytes_of_it))
@@ -205,9 +205,13 @@ class Nccl(Sender):
     async def send(self, weights: Weights) -> dict[str, int]:
         """Start the update, broadcast, and finish it."""
         self._weights, self._sums = weights, Sums()
-        await self._in_thread(self._trainer.send_weights)
+        await self._in_thread(self._broadcast)
         self._weights = None
         return self._sums.read()
+
+    def _broadcast(self) -> None:
+        torch.cuda.synchronize(self._gpu)  # vLLM reads the tensors on streams of its own
+        self._trainer.send_weights()
 
     def _join(self) -> Any:
         try:
