@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -23,32 +24,52 @@ class StepProbe:
     model_runner: Any
     bench_steps: list[dict[str, Any]] | None
     bench_cpu: float
+    bench_compiled: int
 
     def bench_begin(self) -> dict[str, Any]:
         """Forget earlier steps and start to record."""
         runner = self.model_runner
         if not hasattr(self, "bench_steps"):
             pin_threads()
+            self._bench_counting_compilations()
             runner.execute_model = self._bench_starting(runner.execute_model)
             if hasattr(runner, "sample_tokens"):
                 runner.sample_tokens = self._bench_ending(runner.sample_tokens)
         self.bench_steps = []
+        self.bench_compiled = 0
         self.bench_cpu = time.process_time()
         return {}
 
     def bench_end(self) -> dict[str, Any]:
-        """Stop recording. Return the CPU seconds since `bench_begin`, and lists with one entry per step."""
+        """Stop recording. Return the CPU seconds and compilations since the beginning, and lists of all steps."""
         cpu = time.process_time() - self.bench_cpu
         steps, self.bench_steps = self.bench_steps or [], None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {
             "cpu": cpu,
+            "compiled": self.bench_compiled,
             "start": [step["start"] for step in steps],
             "tokens": [step["tokens"] for step in steps],
             "requests": [step["requests"] for step in steps],
             "gpu": [_gpu_seconds(step) for step in steps],
         }
+
+    def _bench_counting_compilations(self) -> None:
+        """Count the kernels that Triton compiles. It compiles for numbers of tokens that it has not met before."""
+        try:
+            kernels: Any = importlib.import_module("triton.runtime.jit").JITFunction
+        except ImportError:
+            return
+        original = getattr(kernels, "_do_compile", None)
+        if original is None:
+            return
+
+        def compiling(kernel: Any, *arguments: Any, **more: Any) -> Any:
+            self.bench_compiled += 1
+            return original(kernel, *arguments, **more)
+
+        kernels._do_compile = compiling
 
     def _bench_starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -55,7 +55,7 @@ def test_a_pause_in_a_decode_step_does_not_count_and_all_else_does() -> None:
     """Four requests: a step with the prompts of 0.5 s, then decode steps of 0.1 s, one of which took 2 s."""
     start = [10.2, 10.7, 10.8, 12.8, 12.9, 13.0]
     steps = {
-        "cpu": 0.7, "start": start, "tokens": [32, 4, 4, 4, 4, 4], "requests": [4] * 6,
+        "cpu": 0.7, "compiled": 0, "start": start, "tokens": [32, 4, 4, 4, 4, 4], "requests": [4] * 6,
         "gpu": [0.4, 0.05, 0.05, 0.9, 0.05, 0.05],
     }  # fmt: skip
     cost = cost_of(steps, 4, started=10.0, ended=13.4, client_cpu=0.3)
