@@ -103,7 +103,7 @@ def test_bins_of_other_lengths_look_the_same_to_compiled_code() -> None:
 
 
 def test_compiled_layers_are_not_compiled_again_for_new_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is replaced by one that runs on a CPU and reads nothing on the host; its arguments are the real ones."""
+    """A kernel that runs on a CPU and reads nothing on the host stands for the real one; its arguments are the same."""
 
     def varlen(query, key, value, ends, _, longest, __, scale, window_size, **___):
         of_T = torch.bucketize(torch.arange(len(query)), ends, right=True)

@@ -117,7 +117,8 @@ def attention(
     means all. `softcap` limits the scores by a tanh. `sinks` [H] are one more score per head, which takes weight and
     gives no value. `wanted` is as in `kernel_for`.
     """
-    if query_1HTD.shape[0] != 1 or query_1HTD.shape[2] != len(sequences):
+    # Compiled code must not look at the borders on the host: it would be compiled again for each bin.
+    if not torch.compiler.is_compiling() and (query_1HTD.shape[0] != 1 or query_1HTD.shape[2] != len(sequences)):
         raise ReplayError(
             f"packed attention expects one bin of {len(sequences)} slots, got queries {list(query_1HTD.shape)}: pass "
             "the arguments that belong to this batch"
