@@ -8,8 +8,9 @@ import torch
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.families import FAMILIES
-from router_replay.forward.packing import packed_arguments
+from router_replay.families import FAMILIES, by_folder
+from router_replay.forward import use_packed_attention
+from router_replay.forward.packing import packed_arguments, reaching_the_decoder
 from router_replay.replay.replayer import RouterReplay
 from tests.makers import random_routes
 from tests.replay import tiny
@@ -24,26 +25,38 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(3, tiny.VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def outputs(model: tiny.Tiny, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    out = model.model(**packed_arguments(model.model, tokens[None], positions[None]), use_cache=False)
+def outputs(
+    model: tiny.Tiny, tokens: torch.Tensor, positions: torch.Tensor, boundaries: tuple[int, ...] = ()
+) -> torch.Tensor:
+    arguments = packed_arguments(model.model, tokens[None], positions[None], boundaries)
+    with reaching_the_decoder(model.model, arguments, boundaries):
+        out = model.model(**arguments, use_cache=False)
     return (out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state)[0]
 
 
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_sequences_do_not_see_each_other(family: str) -> None:
+    """With a mask over the bin, and by their lengths in the families whose record says so."""
     torch.set_num_threads(1)
     model = tiny.make(family)
     model.model.eval()
     replayer = RouterReplay(model.model)
     alone = sequences()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    boundaries = tuple(np.cumsum([0, *LENGTHS]).tolist())
     with torch.no_grad():
         with replayer.record() as one_by_one:
             apart = torch.cat([outputs(model, tokens, torch.arange(len(tokens))) for tokens in alone])
-        positions = torch.cat([torch.arange(length) for length in LENGTHS])
-        with replayer.record() as in_one:
-            together = outputs(model, torch.cat(alone), positions)
-    assert torch.allclose(apart, together, atol=1e-4)
-    assert in_one.routes.same_sets(one_by_one.routes)
+        for kind in ("masked", "auto"):
+            used = use_packed_attention(model.model, kind)
+            by_lengths = kind == "auto" and by_folder(family).attention == "yes"
+            assert used.startswith("segments" if by_lengths else "masked: ")
+            with replayer.record() as in_one:
+                together = outputs(model, torch.cat(alone), positions, boundaries)
+            assert torch.allclose(apart, together, atol=1e-4)
+            assert in_one.routes.same_sets(one_by_one.routes)
+        again = torch.cat([outputs(model, tokens, torch.arange(len(tokens))) for tokens in alone])
+        assert torch.equal(again, apart)  # other calls keep the attention that the model had
 
 
 @pytest.mark.parametrize("family", NOT_PACKED)

@@ -22,7 +22,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM, GptO
 
 from router_replay import Sample, logprobs, pack
 from router_replay.errors import ReplayError
-from router_replay.forward import Ulysses
+from router_replay.forward import Ulysses, use_packed_attention
 from router_replay.forward.inner import decoder_of, inner_model
 from router_replay.forward.packing import packed_arguments, why_not_packed
 from router_replay.replay import RouterReplay
@@ -132,6 +132,14 @@ def assert_packed_equals_alone(model: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_do_not_see_each_other_through_a_wrapper(family: str, wrapper: str) -> None:
     assert_packed_equals_alone(WRAPPERS[wrapper](tiny.make(family).model.eval()).eval())
+
+
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "compile"])
+def test_packed_sequences_attend_by_lengths_through_a_wrapper(wrapper: str) -> None:
+    """On a CPU this attention breaks the graph, so that no model compiles whole with it."""
+    wrapped = WRAPPERS[wrapper](tiny.make("gpt_oss").model.eval()).eval()
+    assert use_packed_attention(wrapped) == "segments"
+    assert_packed_equals_alone(wrapped)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

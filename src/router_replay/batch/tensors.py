@@ -63,7 +63,11 @@ class TensorRoutes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorBatch:
-    """A Batch as tensors; see Batch for what each field means."""
+    """A Batch as tensors; see Batch for what each field means.
+
+    `boundaries` are the numbers of `cu_seqlens` on the host, so that a pass never waits for the device. If they are not
+    given, they are read from the device once, at construction.
+    """
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -77,13 +81,18 @@ class TensorBatch:
     label_advantages: torch.Tensor
     cu_seqlens: torch.Tensor
     routes: TensorRoutes | None
+    boundaries: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.boundaries:
+            object.__setattr__(self, "boundaries", tuple(self.cu_seqlens.tolist()))
 
     @classmethod
     def from_batch(cls, batch: Batch, device: Any = "cpu") -> TensorBatch:
         """Copy a batch to a device."""
         fields = {name: _writable(getattr(batch, name)).to(device) for name in (*PER_SLOT, "cu_seqlens")}
         routes = None if batch.routes is None else TensorRoutes.from_routes(batch.routes, device)
-        return cls(**fields, routes=routes)
+        return cls(**fields, routes=routes, boundaries=tuple(batch.cu_seqlens.tolist()))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -103,6 +112,11 @@ class LocalTensors:
 
     def __len__(self) -> int:
         return len(self._local)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The sequence borders of the whole bin, on the host."""
+        return tuple(self._local.whole.cu_seqlens.tolist())
 
     def whole(self, name: str) -> torch.Tensor:
         """Return the array `name` of the Batch, over all slots of the bin."""

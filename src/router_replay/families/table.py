@@ -27,18 +27,19 @@ class Row:
     since: str  # the oldest transformers in which it is found and replayed
     router: str  # the class whose choice is replayed
     choice: str  # the name of its Choice in lower case
-    replay: str  # "yes" or why not; the next four fields likewise
+    replay: str  # "yes" or why not; the next five fields likewise
     checkpointing: str
     compiles: str
     float32_router: str  # can its router compute in float32 in a bfloat16 model?
     packing: str  # are packed sequences kept apart?
+    attention: str  # do packed sequences attend by their lengths, without a mask over the whole bin?
     aux_loss: str  # what the family's own load-balancing loss sees under replay
     note: str  # of the family's record
 
 
 HEAD = (
     *("family", "since", "router", "choice", "replay", "checkpointing", "fullgraph", "float32 router", "packing"),
-    *("aux loss sees", "note"),
+    *("attention by lengths", "aux loss sees", "note"),
 )
 
 
@@ -65,7 +66,7 @@ def _installed_families() -> set[str]:
 
 def _row(name: str, family: Family) -> Row:
     if family.no_router:
-        return Row(name, "-", "-", "-", f"no: {family.no_router}", "-", "-", "-", "-", "-", "")
+        return Row(name, "-", "-", "-", f"no: {family.no_router}", "-", "-", "-", "-", "-", "-", "")
     known = measured.FAMILIES.get(name)
     return Row(
         family=name,
@@ -77,6 +78,7 @@ def _row(name: str, family: Family) -> Row:
         compiles=family.compiles,
         float32_router=family.float32_router,
         packing=_packing(family),
+        attention=family.attention if family.packing is None or family.packing.borders else "-",
         aux_loss=("live logits, their own top-k" if known.own_loss else "no such loss") if known else NOT_TRIED,
         note=family.note,
     )

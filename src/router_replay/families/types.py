@@ -93,6 +93,8 @@ class Family:
 
     replay: str = NOT_TRIED  # YES, or why not
     packing: Packing | None = None  # None: not tried
+    attention: str = NOT_TRIED  # packed attention by sequence lengths: YES, or why it needs a mask
+    sinks: bool = False  # its attention has sinks or a soft cap
     mixes_tokens: bool = False  # the router mixes the tokens of a batch: sequences run one at a time
     cache_of_the_encoder: bool = False  # the decoder's cache holds only the encoder's tokens
     checkpointing: str = NOT_TRIED  # activation checkpointing: YES, or a limitation

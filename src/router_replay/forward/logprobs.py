@@ -48,9 +48,9 @@ def logprobs(
     name = type(inner).__name__
     tensors = batch.to_torch(device_of(model) or "cpu") if isinstance(batch, Batch | LocalBatch) else batch
     rule = logit_rule(inner.config)
-    inputs = packed_arguments(model, tensors.token_ids[None], tensors.position_ids[None])
+    inputs = packed_arguments(model, tensors.token_ids[None], tensors.position_ids[None], tensors.boundaries)
     task = Task(tensors.labels, rule, float(temperature), int(vocabulary_piece))
-    with head_gives_logprobs(inner, task), reaching_the_decoder(model, inputs):
+    with head_gives_logprobs(inner, task), reaching_the_decoder(model, inputs, tensors.boundaries):
         output = model(**inputs, use_cache=False, **forward_arguments)
     if not task.found:
         raise ReplayError(

@@ -9,15 +9,20 @@ sequence at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from router_replay.errors import ReplayError
 from router_replay.families import Borders, by_folder, folder_of
 from router_replay.forward.inner import decoder_of, inner_model
+from router_replay.forward.kernels import Sequences
+
+BY_LENGTHS = "router_replay_packed_"
+"""How the names of this package's packed attention begin in transformers' attention interface."""
 
 # The kinds of layer for which packing is safe; any other kind is refused, also in families without a record.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -28,16 +33,21 @@ def why_not_packed(model: Any) -> str:
     return _why_not_packed(decoder_of(model))
 
 
-def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor) -> dict[str, Any]:
-    """Return `input_ids`, `position_ids` and, if the family needs one, a mask.
+def packed_arguments(
+    model: Any, token_ids_1T: torch.Tensor, position_ids_1T: torch.Tensor, boundaries: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return `input_ids`, `position_ids` and, if the family or its attention needs them, a mask and borders.
 
-    Raises ReplayError if the model cannot keep packed sequences apart.
+    `boundaries` are the sequence borders of the whole bin, known on the host. Without them the position ids are read,
+    which waits for their device. Raises ReplayError if the model cannot keep packed sequences apart.
     """
     arguments: dict[str, Any] = {"input_ids": token_ids_1T, "position_ids": position_ids_1T}
-    if not is_packed(position_ids_1T):
-        return arguments
     decoder = decoder_of(model)
-    folder, reason = _folder(decoder), _why_not_packed(decoder)
+    is_whole = bool(boundaries) and boundaries[-1] == token_ids_1T.shape[-1]
+    by_lengths = is_whole and attends_by_lengths(decoder)
+    if not by_lengths and not _several(position_ids_1T, boundaries):
+        return arguments
+    folder, reason = folder_of_decoder(decoder), _why_not_packed(decoder)
     if reason:
         raise ReplayError(
             f"{folder or type(inner_model(model)).__name__} does not keep packed sequences apart ({reason}): "
@@ -46,9 +56,19 @@ def packed_arguments(model: Any, token_ids_1T: torch.Tensor, position_ids_1T: to
     packing = by_folder(folder).packing
     if packing is not None and packing.borders is Borders.FOUR_ROWS:
         arguments["position_ids"] = position_ids_1T[None].expand(4, -1, -1)
+    if by_lengths:
+        # 4 dimensions: a mask that is ready. No elements: it fits no scores, so that nobody can use it by mistake.
+        arguments["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=token_ids_1T.device)
+        arguments["packed"] = Sequences(boundaries, token_ids_1T.device)
     elif packing is not None and packing.borders is Borders.MASKS:
         arguments["attention_mask"] = _masks(decoder, token_ids_1T, position_ids_1T)
     return arguments
+
+
+def attends_by_lengths(decoder: Any) -> bool:
+    """Return whether `use_packed_attention` changed the attention of this decoder."""
+    name = getattr(getattr(decoder, "config", None), "_attn_implementation", None) or ""
+    return name.startswith(BY_LENGTHS)
 
 
 def is_packed(position_ids_1T: torch.Tensor) -> bool:
@@ -56,14 +76,20 @@ def is_packed(position_ids_1T: torch.Tensor) -> bool:
     return bool((position_ids_1T[:, 1:] == 0).any())
 
 
+def _several(position_ids: torch.Tensor, boundaries: Sequence[int]) -> bool:
+    if boundaries:
+        return len(boundaries) > 2
+    return is_packed(position_ids.reshape(-1, position_ids.shape[-1])[:1])
+
+
 @contextlib.contextmanager
-def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
+def reaching_the_decoder(model: Any, arguments: dict[str, Any], boundaries: Sequence[int] = ()) -> Iterator[None]:
     """Make passes in this block raise ReplayError if a wrapper drops the arguments that keep sequences apart.
 
-    Compiled code is not checked: it passes the same arguments as the same wrapper does uncompiled.
+    `arguments` are those of `packed_arguments` for the same `boundaries`. Compiled code is not checked: it passes the
+    same arguments as the same wrapper does uncompiled.
     """
-    positions = arguments["position_ids"]
-    if not is_packed(positions.reshape(-1, positions.shape[-1])[:1]):
+    if "packed" not in arguments and not _several(arguments["position_ids"], boundaries):
         yield
         return
     decoder = decoder_of(model)
@@ -72,7 +98,7 @@ def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        for name in ("position_ids", "attention_mask"):
+        for name in ("position_ids", "attention_mask", "packed"):
             if name in arguments and not _arrived(arguments[name], kwargs.get(name)):
                 raise ReplayError(
                     f"{type(model).__name__} did not pass its {name} unchanged to the decoder "
@@ -85,18 +111,45 @@ def reaching_the_decoder(model: Any, arguments: dict[str, Any]) -> Iterator[None
         yield
     finally:
         hook.remove()
+    _check_attention_calls(model, decoder, arguments.get("packed"))
+
+
+def _check_attention_calls(model: Any, decoder: Any, packed: Sequences | None) -> None:
+    """Raise ReplayError if a layer of the finished pass did not use its `packed` argument.
+
+    Compiled layers do not count their calls: a layer without the argument raises while it is compiled.
+    """
+    layers = decoder.config.get_text_config().num_hidden_layers
+    if packed is None or packed.attention_calls >= layers or _has_compiled_parts(model):
+        return
+    raise ReplayError(
+        f"all {layers} layers must attend by sequence lengths, got {packed.attention_calls} calls of this attention: "
+        'the other layers did not see where sequences begin. Set the attention to "masked"'
+    )
+
+
+def _has_compiled_parts(model: Any) -> bool:
+    return any(
+        isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None
+        for part in model.modules()
+    )
 
 
 def _arrived(given: Any, got: Any) -> bool:
+    if got is given:
+        return True
     if isinstance(given, dict):
         return isinstance(got, dict) and got.keys() == given.keys()
-    positions_T = given.reshape(-1, given.shape[-1])[0]
-    if not isinstance(got, torch.Tensor) or got.shape[-1:] != positions_T.shape:
+    if not isinstance(given, torch.Tensor) or not isinstance(got, torch.Tensor):
         return False
-    return bool((got == positions_T.to(got.device)).all())
+    if got.shape[-1:] != given.shape[-1:]:
+        return False
+    if got.data_ptr() == given.data_ptr() and got.stride(-1) == given.stride(-1):
+        return True  # the same memory: nothing to read, and no wait for the device
+    return bool((got == given.reshape(-1, given.shape[-1])[0].to(got.device)).all())
 
 
-def _folder(decoder: Any) -> str:
+def folder_of_decoder(decoder: Any) -> str:
     """Return the transformers folder that defines the decoder's class; empty if transformers does not define it.
 
     The result is empty also for a third-party subclass, since its attention may differ. The subclass that FSDP2
@@ -106,7 +159,7 @@ def _folder(decoder: Any) -> str:
 
 
 def _why_not_packed(decoder: Any) -> str:
-    folder = _folder(decoder)
+    folder = folder_of_decoder(decoder)
     if not folder:
         return "it has no decoder from transformers.models, so nothing is known of its attention"
     packing = by_folder(folder).packing

@@ -14,6 +14,7 @@ Shapes: H heads, T tokens of the whole bin, P ranks, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,38 +23,43 @@ import torch.distributed as dist
 from router_replay.batch import Batch
 from router_replay.batch.tensors import TensorBatch
 from router_replay.errors import ReplayError
+from router_replay.families.from_modules import device_of
+from router_replay.families.types import NOT_TRIED
+from router_replay.forward.attention import why_masked
 from router_replay.forward.inner import inner_model
+from router_replay.forward.kernels import Sequences, attention, checked_kernel
 from router_replay.forward.packing import why_not_packed
 
 NAME = "router_replay_ulysses"
 
 
-class _Call:
-    """Holds the state of one forward pass: the group, the sequence boundaries, and the number of attention calls.
+class _Call(Sequences):
+    """Holds the state of one forward pass: the sequences, the group that shares them, and the kernel to use."""
 
-    It is not a dataclass: FSDP2 copies dataclasses among a forward's arguments, and the copy would be counted up.
-    """
-
-    def __init__(self, group: Any, boundaries: list[int]) -> None:
+    def __init__(self, boundaries: Sequence[int], device: torch.device, group: Any, kernel: str) -> None:
+        super().__init__(boundaries, device)
         self.group = group
-        self.boundaries = boundaries
-        self.attention_calls = 0
+        self.kernel = kernel
 
 
 class Ulysses:
     """Makes the attention of `model` sequence parallel over the process group `group` (default: all ranks).
 
+    `kernel` computes the attention of a rank's heads: "varlen", "flash", "segments", or "auto" for the fastest that is
+    possible (see router_replay.forward.kernels).
+
     Raises ReplayError for a model on which that would be silently wrong, and if its heads do not divide over the ranks.
     """
 
-    def __init__(self, model: Any, group: Any = None) -> None:
+    def __init__(self, model: Any, group: Any = None, kernel: str = "auto") -> None:
         from transformers import AttentionInterface
 
         self.group = group
+        self.kernel = checked_kernel(kernel)
         self.size = dist.get_world_size(group)
         inner = inner_model(model)
-        reason = why_not_packed(model)
-        if reason:
+        reason = why_not_packed(model) or why_masked(model)
+        if reason and reason != NOT_TRIED:
             raise ReplayError(
                 f"{type(inner).__name__} cannot be sequence parallel ({reason}): with the sequence cut into pieces its "
                 "results would be wrong"
@@ -64,13 +70,7 @@ class Ulysses:
                 f"the number of attention heads must be a multiple of the {self.size} ranks, "
                 f"got {config.num_attention_heads}"
             )
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise ReplayError(
-                f"layers of kind {sorted(kinds)} do not use the attention that Ulysses makes sequence parallel: with "
-                "the sequence cut into pieces their results would be wrong"
-            )
-        self._layers = config.num_hidden_layers
+        self._layers, self._model = config.num_hidden_layers, inner
         AttentionInterface.register(NAME, ulysses_attention)
         inner.set_attn_implementation(NAME)
 
@@ -83,7 +83,9 @@ class Ulysses:
             raise ReplayError(
                 f"sequence parallelism needs a batch of one bin, got {batch.num_bins} bins: use batch.bins()"
             )
-        return {"ulysses": _Call(self.group, batch.cu_seqlens.tolist())}
+        boundaries = batch.boundaries if isinstance(batch, TensorBatch) else batch.cu_seqlens.tolist()
+        device = device_of(self._model) or torch.device("cpu")
+        return {"ulysses": _Call(boundaries, device, self.group, self.kernel)}
 
     def check(self, arguments: dict[str, Any]) -> None:
         """Raise ReplayError if a layer of the finished forward did not use the sequence-parallel attention.
@@ -145,51 +147,30 @@ def ulysses_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each sequence of the bin; tensors are [1, H, T / P, D].
 
-    Raises ReplayError without `ulysses`, or with a mask, a soft cap, dropout or more than one bin.
+    Raises ReplayError without `ulysses`, or with a mask, dropout or more than one bin.
     """
     if ulysses is None:
         raise ReplayError("this model's attention is sequence parallel: call the model with **ulysses.arguments(batch)")
-    if attention_mask is not None or softcap is not None or dropout or len(query) != 1:
+    if attention_mask is not None or dropout or len(query) != 1:
         raise ReplayError(
-            "sequence-parallel attention takes one packed bin, no mask, no soft cap and no dropout, got "
-            f"{len(query)} bins, {'no' if attention_mask is None else 'a'} mask, softcap={softcap}, dropout={dropout}"
+            "sequence-parallel attention takes one packed bin, no mask and no dropout, got "
+            f"{len(query)} bins, {'no' if attention_mask is None else 'a'} mask, dropout={dropout}"
         )
     ulysses.attention_calls += 1
     ranks, rank = dist.get_world_size(ulysses.group), dist.get_rank(ulysses.group)
     if key.shape[1] % ranks:  # fewer key heads than ranks: each rank needs its own copy
         key, value = (part.repeat_interleave(ranks // key.shape[1], dim=1) for part in (key, value))
     query_hTD, key_gTD, value_gTD = (heads_for_sequence(part[0], ulysses.group) for part in (query, key, value))
-    groups = len(query_hTD) // len(key_gTD)
-    key_hTD, value_hTD = (part.repeat_interleave(groups, dim=0) for part in (key_gTD, value_gTD))
-    sinks = None if s_aux is None else s_aux.chunk(ranks)[rank]
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    pieces = [
-        _one_sequence(query_hTD[:, a:b], key_hTD[:, a:b], value_hTD[:, a:b], scale, sliding_window, sinks)
-        for a, b in zip(ulysses.boundaries, ulysses.boundaries[1:], strict=False)
-    ]
-    out_HtD = sequence_for_heads(torch.cat(pieces, dim=1), ulysses.group)
+    out_1ThD = attention(
+        query_hTD[None],
+        key_gTD[None],
+        value_gTD[None],
+        ulysses,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.chunk(ranks)[rank],
+        wanted=ulysses.kernel,
+    )
+    out_HtD = sequence_for_heads(out_1ThD[0].transpose(0, 1), ulysses.group)
     return out_HtD.transpose(0, 1)[None], None
-
-
-def _one_sequence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    length = query.shape[1]
-    mask = None
-    if sinks is not None or (window is not None and window < length):
-        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-        mask = (distance >= 0) & (distance < (window or length))
-    if sinks is None:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-    # An attention sink is one more logit per head that takes weight and gives no value (gpt-oss).
-    assert mask is not None
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
-    scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1).to(scores.dtype)], dim=-1)
-    return (scores.float().softmax(-1)[..., :-1]).to(value.dtype) @ value

@@ -283,6 +283,7 @@ def changed(settings: str) -> TrainConfig:
         ),
         ("trainer.ulysses=4", 6, ["trainer.ulysses = 4", "6 processes", "divisor of 6"]),
         ("trainer.ulysses=2", 1, ["trainer.ulysses = 2", "start 2 processes"]),
+        ("trainer.ulysses=2; model.attention=masked", 2, ['model.attention = "masked"', "attend by sequence lengths"]),
         ("engine.kind=vllm_http", 1, ["engine.url is missing", "vllm_http"]),
         ("engine.kind=sglang", 1, ["engine.url is missing", "sglang"]),
         ("engine.kind=dynamo; engine.url=http://a:1", 1, ["engine.workers is missing", "DYN_SYSTEM_PORT"]),

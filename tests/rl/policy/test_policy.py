@@ -119,10 +119,12 @@ def test_micro_batches_accumulate_to_the_same_step(make: Callable[..., Policy]) 
         policy = make("replay=r3")
         [[mini]] = delivery.plan([samples(policy)], ONE, max_tokens, "raise")
         policy.update(mini, policy.score(mini))
-        steps.append((len(mini.micro), {name: p.detach().clone() for name, p in policy.model.named_parameters()}))
+        # Gradients, not weights: Adam divides a gradient of rounding noise by its own size.
+        steps.append((len(mini.micro), {name: p.grad.clone() for name, p in policy.model.named_parameters()}))
     (one, a), (three, b) = steps
     assert (one, three) == (1, 3)
-    assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-5
+    assert max(float(gradient.abs().max()) for gradient in a.values()) > 1e-2
+    assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-6
 
 
 def test_checkpointing_gives_the_same_gradients(make: Callable[..., Policy]) -> None:

@@ -74,6 +74,10 @@ class ModelConfig(Block):
     float32, in the trainer and in an engine that the run starts"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`"cpu"`, `"cuda"`, or `"auto"`: a GPU if torch finds one, otherwise the CPU"""
+    attention: Literal["auto", "varlen", "flash", "segments", "masked"] = "auto"
+    """how packed sequences attend: `"varlen"` (torch's kernel over sequence lengths), `"flash"` (the package
+    flash-attn), `"segments"` (groups of sequences of near lengths, also on CPUs), `"masked"` (one mask over the whole
+    bin), or `"auto"` for the first of them that the model and the device support. The run prints which one it uses"""
     gradient_checkpointing: Literal["off", "non_reentrant", "reentrant"] = "off"
     """`"off"`, `"non_reentrant"` or `"reentrant"`: compute activations again in the backward pass, with the routes of
     the forward pass"""

@@ -92,6 +92,11 @@ def _refused_sizes(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"processes, which is not a multiple of {ulysses}; start {ulysses} processes or a multiple, or set ulysses "
             f"to a divisor of {world_size}"
         )
+    if ulysses > 1 and config.model.attention == "masked":
+        yield (
+            'model.attention = "masked": processes that share sequences (trainer.ulysses) attend by sequence lengths '
+            'and have no mask; set "auto", or trainer.ulysses = 1'
+        )
     episodes = config.rollout.prompts * config.rollout.group
     if config.optimizer.mini_batches > episodes:
         yield (

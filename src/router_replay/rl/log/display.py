@@ -90,6 +90,10 @@ class Display:
             named = (f"{label} {text}" for (label, *_), text in zip(COLUMNS, texts, strict=True))
             self._line("  ".join([f"{self._title} {self._count()}", *named, f"left {self._time_left()}"]))
 
+    def fact(self, text: str) -> None:
+        """Show what the run found out or chose, above the progress."""
+        self._line(_printable(text))
+
     def note(self, text: str) -> None:
         """Show a warning above the progress."""
         self._line(f"note: {_printable(text)}", style="yellow")
@@ -139,6 +143,9 @@ class Quiet:
         """Do nothing."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def fact(self, text: str) -> None:
         """Do nothing."""
 
     def note(self, text: str) -> None:

@@ -72,6 +72,7 @@ class Run:
                 note = self.display.note
                 self.first = FirstRank(self.config, self._tokenizer, checkpoint, self.progress, note)
             self.policy = Policy(self.config, self.ranks, folder)
+            self.display.fact(f"attention: {self.policy.attention}")
         except LoadError as error:
             raise (error if checkpoint is None else checkpoints.damaged(checkpoint, error.file, error)) from error
         if checkpoint is not None:

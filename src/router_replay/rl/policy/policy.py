@@ -23,7 +23,8 @@ import torch.distributed as dist
 from router_replay.batch import NO_LABEL, LocalBatch
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import TrainError
-from router_replay.forward import Ulysses, logprobs
+from router_replay.forward import Ulysses, logprobs, use_packed_attention
+from router_replay.forward.attention import attention_of
 from router_replay.forward.packing import why_not_packed
 from router_replay.measure import route_agreement
 from router_replay.replay import RouterReplay
@@ -50,14 +51,17 @@ class Scored:
 
 
 class Policy:
-    """Hold one rank's part of the model, its optimizer, and its reference model if there is one."""
+    """Hold one rank's part of the model, its optimizer, and its reference model if there is one.
+
+    `attention` says in words how the model attends to packed sequences.
+    """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
         self._config, self._ranks = config, ranks
         self.model = load_model(folder, config.model, ranks)
         self.replayer = RouterReplay(self.model)
         self.one_at_a_time = bool(why_not_packed(self.model))
-        self._ulysses = Ulysses(self.model, ranks.group) if ranks.ulysses > 1 else None
+        self._ulysses, self.attention = _attend(self.model, config, ranks)
         if config.model.gradient_checkpointing != "off":
             reentrant = config.model.gradient_checkpointing == "reentrant"
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -204,7 +208,7 @@ class _Reference:
         self._model = load_model(model_folder(config.reference.path or config.model.path), config.model, ranks)
         self._model.requires_grad_(False).eval()
         self._replayer = RouterReplay(self._model)
-        self._ulysses = Ulysses(self._model, ranks.group) if ranks.ulysses > 1 else None
+        self._ulysses, _ = _attend(self._model, config, ranks)
 
     def logprobs(self, micro: LocalBatch, routes: LocalBatch | TensorRoutes | None) -> torch.Tensor:
         block: Any = contextlib.nullcontext()
@@ -212,6 +216,15 @@ class _Reference:
             block = self._replayer.replay(routes, on_missing="live")
         with block:
             return whole_logprobs(self._model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
+
+
+def _attend(model: Any, config: TrainConfig, ranks: Ranks) -> tuple[Ulysses | None, str]:
+    """Set how the model attends to packed sequences. Return Ulysses if ranks share them, and the choice in words."""
+    kind, dtype = config.model.attention, getattr(torch, config.model.dtype)
+    chosen = attention_of(model, kind, dtype)
+    if ranks.ulysses > 1:
+        return Ulysses(model, ranks.group, kind), f"{chosen}, Ulysses over {ranks.ulysses} processes"
+    return None, use_packed_attention(model, kind, dtype)
 
 
 def whole_logprobs(
