@@ -41,6 +41,7 @@ from tests.engines.dynamo import server as payloads
 
 Say = Callable[[str], None]
 ROUTES = ("generate", "completions")
+LOST = "loses the rows of an answer"
 
 
 def test_what_was_found_out(engines: dict[str, Any], verified: Say) -> None:
@@ -288,7 +289,7 @@ def test_without_the_plugin_it_captures(plain_engine: Engine, in_process: list[C
         try:
             equal += same(one(plain_engine, Request(prompt(seed), GREEDY)), reference)
         except EngineError as error:
-            equal += "loses the rows of an answer" in str(error)  # the bug that the plugin repairs
+            equal += LOST in str(error)  # the bug that the plugin repairs
     assert equal == len(in_process)
     verified("no plugin: answers equal to vLLM in one process, or refused because vLLM lost their rows")
 
@@ -321,6 +322,17 @@ def test_without_the_plugin_an_abort_ends_requests(plain: Dynamo, plain_engine: 
     verified(f"no plugin: an abort ends the request; {len(completion.token_ids)} tokens came back")
 
 
+def _with_rows(engine: Engine, request: Request) -> Completion:
+    """The answer to a request, which is sent again where vLLM lost its rows: without the plugin nothing repairs it."""
+    for _ in range(20):
+        try:
+            return one(engine, request)
+        except EngineError as error:
+            if LOST not in str(error):
+                raise
+    raise AssertionError("vLLM lost the rows of 20 answers, one after the other")
+
+
 async def _running(plain: Dynamo, engine: Engine, requests: list[Request]) -> list[asyncio.Task[list[Completion]]]:
     """Submit requests, and return when the workers have sampled some tokens."""
     before = plain.sampled()
@@ -332,9 +344,9 @@ async def _running(plain: Dynamo, engine: Engine, requests: list[Request]) -> li
 def test_the_reason_of_the_refusal_is_true(plain: Dynamo, checkpoints: Checkpoints, verified: Say) -> None:
     """vLLM's own reload of the same weights on a CPU says ok, and the answers are other ones."""
     with connect(plain, "generate", spec=SPEC, gpu_workers=True) as engine:
-        before = one(engine, Request(prompt(6), GREEDY))
+        before = _with_rows(engine, Request(prompt(6), GREEDY))
         engine.update_weights(checkpoints.a, version=1)
-        after = one(engine, Request(prompt(6), GREEDY))
+        after = _with_rows(engine, Request(prompt(6), GREEDY))
         assert not same(before, after)
         with pytest.raises(EngineError, match="would mix two policies"):
             asyncio.run(_kept(plain, engine, checkpoints))
@@ -346,7 +358,7 @@ async def _kept(plain: Dynamo, engine: Engine, checkpoints: Checkpoints) -> None
     try:
         await asyncio.to_thread(engine.update_weights, checkpoints.a, 2, "keep")
     finally:
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)  # vLLM may lose rows of theirs
 
 
 def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
@@ -388,7 +400,7 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
                 assert len(answer.token_ids) == 180
                 assert len(answer.routes) == PROMPT_TOKENS + 179
             else:
-                assert re.search("worker died|loses the rows of an answer", str(answer)), answer
+                assert re.search(f"worker died|{LOST}", str(answer)), answer
     # Of completions Dynamo says 503, as if it had not read the request; it is sent again, and another worker answers.
     assert any("a worker died while it computed" in text for text in said["generate"]), said
     assert any("another one continued (migration)" in text for text in said["migrating"]), said
