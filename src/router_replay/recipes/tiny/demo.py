@@ -28,7 +28,8 @@ def demo_config(
         None,
         [
             f'replay="{mode}"', f"steps={steps}", f"output={out / mode}", "model.path=tiny", "engine.kind=vllm",
-            f'model.router_dtype="{router_dtype}"', "engine.dtype=bfloat16", f'engine.quantize="{"fp8" if fp8 else "none"}"', "engine.max_length=64",
+            f'model.router_dtype="{router_dtype}"', "engine.dtype=bfloat16",
+            f'engine.quantize="{"fp8" if fp8 else "none"}"', "engine.max_length=64",
             "engine.arguments.max_num_seqs=256", "environment.kind=arithmetic", "rollout.prompts=64",
             "rollout.group=8", "rollout.max_tokens=8", "optimizer.lr=5e-5", "optimizer.mini_batches=4",
             "trainer.max_tokens=4096", "checkpoint.every=0", "logging.tensorboard=false",
