@@ -46,6 +46,12 @@ def test_files_and_commands_that_a_page_names_exist(page: pathlib.Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", FRONT + PAGES, ids=called)
+def test_tests_that_a_page_names_exist(page: pathlib.Path) -> None:
+    defined = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", text_of(path))}
+    assert set(re.findall(r"`(test_\w+)`", text_of(page))) <= defined
+
+
 def test_every_environment_variable_of_the_source_is_documented() -> None:
     page = text_of(ROOT / "docs" / "environment_variables.md")
     named = {

@@ -20,7 +20,17 @@ from router_replay.engines import Completion, DynamoEngine, Engine, Request
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.dynamo_real.processes import Dynamo
-from tests.engines.conftest import ENVIRONMENT, GREEDY, SHAPE, Checkpoints, environment, one, prompt, save_model
+from tests.engines.conftest import (
+    ENVIRONMENT,
+    GREEDY,
+    SHAPE,
+    Checkpoints,
+    Sampled,
+    environment,
+    one,
+    prompt,
+    save_model,
+)
 from tests.engines.conftest import trainer as trainer
 
 SPEC = RouterSpec(16, 4, (1, 2, 3), num_layers=4)
@@ -145,6 +155,12 @@ def engine(request: pytest.FixtureRequest, engines: dict[str, Engine], checkpoin
     engine.resume()
     if engine.version != 0:
         engine.update_weights(checkpoints.a, 0)
+
+
+@pytest.fixture
+def sampled(dynamo: Dynamo) -> Sampled:
+    """The worker's own counter of sampled tokens, so that no check has to guess how fast the machine is."""
+    return dynamo.sampled
 
 
 @pytest.fixture(scope="session")

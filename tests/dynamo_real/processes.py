@@ -30,7 +30,7 @@ class Process:
     url: str
     log: pathlib.Path
 
-    def generated(self) -> float:
+    def sampled(self) -> float:
         """How many tokens a worker has sampled since it started."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
@@ -81,6 +81,10 @@ class Dynamo:
                     )
             time.sleep(0.3)
 
+    def sampled(self) -> float:
+        """How many tokens all workers have sampled since they started."""
+        return sum(worker.sampled() for worker in self.workers)
+
     def stop(self) -> None:
         for process in (*self.frontends.values(), *self.workers):
             process.kill()
@@ -97,12 +101,7 @@ class Dynamo:
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [environment.python(), *command],
-                env={
-                    **os.environ,
-                    **shared,
-                    **variables,
-                    "PYTHONPATH": f"{environment.ROOT / 'src'}{os.pathsep}{environment.ROOT}",
-                },
+                env={**os.environ, **shared, **variables},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

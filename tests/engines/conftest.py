@@ -18,6 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 
+Sampled = Callable[[], float]  # how many tokens an engine has sampled since its start
 VOCABULARY = 128
 PROMPT_TOKENS = 70  # two blocks and a bit, and more than one chunk
 GREEDY = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -78,16 +80,22 @@ async def midway(
     act: Callable[[], object],
     undo: Callable[[], object] = lambda: None,
     too_late: Callable[[list[list[Completion]]], bool] = lambda landed: False,
+    sampled: Sampled | None = None,
 ) -> list[list[Completion]]:
     """Start requests, call `act` in another thread when each has some tokens, and return what came of them.
 
-    How long "some tokens" takes depends on the machine; where it was too early or too late, the whole is done again.
+    `sampled` says how many tokens the engine has sampled; without it, some time passes instead. One request may have
+    fewer tokens than another, and a machine may be slow: where it was too early or too late, the whole is done again.
     `too_late` says of what came that requests ended before `act` reached them.
     """
-    seconds = 0.1
+    seconds, tokens = 0.1, 6.0 * sum(request.sampling.n for request in requests)
     for _ in range(14):
+        before = 0.0 if sampled is None else await asyncio.to_thread(sampled)
         tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
-        await asyncio.sleep(seconds)
+        if sampled is None:
+            await asyncio.sleep(seconds)
+        else:
+            await until_sampled(sampled, before + tokens, tasks)
         late = any(task.done() for task in tasks)
         await asyncio.to_thread(act)
         landed = [await task for task in tasks]
@@ -96,8 +104,20 @@ async def midway(
         if not late and all(len(sample.token_ids) > 3 and sample.versions[3] == 0 for sample in samples):
             return landed
         await asyncio.to_thread(undo)
-        seconds *= 0.6 if late else 2
+        seconds, tokens = (amount * (0.6 if late else 2) for amount in (seconds, tokens))
     raise AssertionError("never had all requests some tokens, and none all of them")
+
+
+async def until_sampled(sampled: Sampled, tokens: float, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return when the engine has sampled this many tokens, or when one of its tasks has ended."""
+    while not any(task.done() for task in tasks) and await asyncio.to_thread(sampled) < tokens:
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def sampled() -> Sampled | None:
+    """The counter for `midway`. The engines here have none that a test could read."""
+    return None
 
 
 # -- checkpoints --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-from tests.engines.conftest import GREEDY, LONG, PROMPT_TOKENS, Checkpoints, midway, one, prompt, same
+from tests.engines.conftest import GREEDY, LONG, PROMPT_TOKENS, Checkpoints, Sampled, midway, one, prompt, same
 from tests.makers import random_routes
 
 
@@ -163,7 +163,7 @@ def test_a_seed_gives_the_same_sample_again_beside_others(engine: Engine) -> Non
     assert not np.array_equal(alone[0].token_ids, alone[1].token_ids)
 
 
-def test_abort_returns_what_there_is(engine: Engine) -> None:
+def test_abort_returns_what_there_is(engine: Engine, sampled: Sampled | None) -> None:
     async def work() -> None:
         stays, goes = Request(prompt(0), LONG), Request(prompt(1), Sampling(150, n=2, ignore_eos=True))
         aborted: list[Completion] = []
@@ -172,6 +172,7 @@ def test_abort_returns_what_there_is(engine: Engine) -> None:
             [stays, goes],
             lambda: aborted.extend(engine.abort([goes.id])),
             too_late=lambda landed: any(completion.finish_reason == "length" for completion in landed[1]),
+            sampled=sampled,
         )
         assert [completion.request_id for completion in aborted[-2:]] == [goes.id, goes.id]
         assert whole[0].finish_reason == "length"
@@ -235,10 +236,16 @@ def test_a_paused_engine_keeps_its_requests(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "wait"])
-def test_a_pause_ends_or_waits_for_its_requests_as_asked(engine: Engine, in_flight: Any) -> None:
+def test_a_pause_ends_or_waits_for_its_requests_as_asked(
+    engine: Engine, sampled: Sampled | None, in_flight: Any
+) -> None:
     async def work() -> None:
         [[completion]] = await midway(
-            engine, [Request(prompt(), LONG)], lambda: engine.pause(in_flight), lambda: engine.resume()
+            engine,
+            [Request(prompt(), LONG)],
+            lambda: engine.pause(in_flight),
+            lambda: engine.resume(),
+            sampled=sampled,
         )
         if in_flight == "abort":
             assert completion.finish_reason == "abort"
@@ -338,7 +345,7 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
 
 
 def test_a_swap_that_keeps_requests_says_which_version_sampled_each_token(
-    engine: Engine, checkpoints: Checkpoints, trainer: Any
+    engine: Engine, checkpoints: Checkpoints, trainer: Any, sampled: Sampled | None
 ) -> None:
     def swap() -> None:
         engine.update_weights(checkpoints.b, 1, "keep")
@@ -346,7 +353,7 @@ def test_a_swap_that_keeps_requests_says_which_version_sampled_each_token(
     def swap_back() -> None:
         engine.update_weights(checkpoints.a, 0)
 
-    [[completion]] = run(midway(engine, [Request(prompt(), LONG)], swap, swap_back))
+    [[completion]] = run(midway(engine, [Request(prompt(), LONG)], swap, swap_back, sampled=sampled))
     old = int((completion.versions == 0).sum())
     assert 0 < old < 150
     assert completion.finish_reason == "length"

@@ -56,9 +56,11 @@ def test_what_is_said_is_what_was_measured(shown: pathlib.Path) -> None:
 
 
 def test_the_runs_differ_in_nothing_but_replay(tmp_path: pathlib.Path) -> None:
-    off, r3 = (demo_config(mode, tmp_path, 25, fp8=True) for mode in ("off", "r3"))
-    assert off.model_copy(update={"replay": "r3", "output": r3.output}) == r3
-    assert off.engine.quantize == "fp8"
+    for given in ({}, {"fp8": True}, {"float32_routers": True}):
+        off, r3 = (demo_config(mode, tmp_path, 25, **given) for mode in ("off", "r3"))
+        assert off.model_copy(update={"replay": "r3", "output": r3.output}) == r3
+        assert off.engine.quantize == ("fp8" if "fp8" in given else "none")
+        assert off.model.router_dtype == ("float32" if "float32_routers" in given else "model")
 
 
 def test_a_demo_removes_an_earlier_demo_and_nothing_else(tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/demo"), help="folder for runs and page")
     parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
     parser.add_argument("--fp8", action="store_true", help="round the engine's weights to FP8 blocks")
+    parser.add_argument("--float32-routers", action="store_true", help="compute the engine's routers in float32 too")
     parser.set_defaults(run=run)
 
 
@@ -23,7 +24,7 @@ def run(chosen: argparse.Namespace) -> int:
     from router_replay.report import as_text
 
     started = time.perf_counter()
-    rows, notes = run_demo(chosen.out, chosen.steps, chosen.fp8)
+    rows, notes = run_demo(chosen.out, chosen.steps, chosen.fp8, chosen.float32_routers)
     took = f"Both runs took {(time.perf_counter() - started) / 60:.1f} minutes."
     print("", as_text(rows), "", *notes, took, "", f"The curves: {chosen.out / 'report.html'}", sep="\n")
     return 0

@@ -366,6 +366,10 @@ def test_a_printed_config_passes_the_checks_again(tmp_path: pathlib.Path) -> Non
             "model.router_dtype=float32; engine.kind=vllm_http; engine.url=http://a:1",
             ['model.router_dtype = "float32"', "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32"],
         ),
+        (
+            "model.router_dtype=float32; engine.kind=dynamo; engine.url=http://a:1; engine.workers=['http://a:2']",
+            ['engine.kind = "dynamo"', "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32"],
+        ),
         ("engine.max_length=65; trainer.max_tokens=64", ["65 is above trainer.max_tokens = 64"]),
     ],
 )

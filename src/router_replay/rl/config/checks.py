@@ -162,7 +162,7 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
             'replay = "r2" with optimizer.mini_batches = 1: the old pass and the only update have the same weights and '
             "choose the same experts, up to rounding; R2 needs 2 mini-batches or more to have an effect"
         )
-    if config.model.router_dtype == "float32" and config.engine.kind in ("vllm_http", "sglang"):
+    if config.model.router_dtype == "float32" and config.engine.kind in ("vllm_http", "sglang", "dynamo"):
         yield (
             f'model.router_dtype = "float32" with engine.kind = "{config.engine.kind}": the server gets its routers\' '
             "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
