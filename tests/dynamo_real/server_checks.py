@@ -130,10 +130,11 @@ def test_stop_tokens(engines: dict[str, Engine], verified: Say) -> None:
         assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
         assert len(stopped.routes) == PROMPT_TOKENS + first
     sampled = engine.generate([Request(prompt(seed), Sampling(max_tokens=150, n=4)) for seed in range(3)])
-    ended = [sample for sample in sampled if sample.finish_reason == "stop"]
+    ended = [sample for sample in sampled if sample.token_ids[-1] == 1]  # the 150th token may be it, too
     assert ended
-    assert all(sample.token_ids[-1] == 1 for sample in ended)
-    assert all(sample.finish_reason == "length" for sample in sampled if len(sample.token_ids) == 150)
+    assert all(sample.finish_reason == "stop" for sample in ended)
+    others = [sample for sample in sampled if sample.token_ids[-1] != 1]
+    assert all((sample.finish_reason, len(sample.token_ids)) == ("length", 150) for sample in others)
     verified("completions: ends at stop tokens and at the end of the sequence, told from aborts by the last token")
 
 
@@ -364,7 +365,8 @@ async def _kept(plain: Dynamo, engine: Engine, checkpoints: Checkpoints) -> None
 def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
     """The last test of this Dynamo: of its two workers, one dies in the middle of requests."""
     landed: dict[str, list[Completion | EngineError]] = {name: [] for name in plain.frontends}
-    sampling = Sampling(max_tokens=180, ignore_eos=True)
+    # Small enough that all requests of a worker run at once, six of them: each has tokens when the worker is killed.
+    tokens, sampling = 12, Sampling(max_tokens=116, ignore_eos=True)
 
     killed = threading.Event()
 
@@ -372,7 +374,7 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
         """Have one request after the other in flight, so that the worker dies in the middle of some."""
         for turn in itertools.count():
             try:
-                landed[name].append(one(engine, Request(prompt(seed), sampling, id=f"{name}-{seed}-{turn}")))
+                landed[name].append(one(engine, Request(prompt(seed, tokens), sampling, id=f"{name}-{seed}-{turn}")))
             except EngineError as error:
                 landed[name].append(error)
             if killed.is_set():
@@ -381,12 +383,12 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
     dying = plain.workers[1]
     engines = {name: connect(plain, name, spec=SPEC, end_of_sequence=[1]) for name in plain.frontends}
     threads = [
-        threading.Thread(target=ask, args=(name, engine, seed)) for name, engine in engines.items() for seed in range(6)
+        threading.Thread(target=ask, args=(name, engine, seed)) for name, engine in engines.items() for seed in range(4)
     ]
     before = dying.sampled()
     for thread in threads:
         thread.start()
-    while dying.sampled() < before + 360:
+    while dying.sampled() < before + 6 * 40:
         time.sleep(0.02)
     dying.kill()
     killed.set()
@@ -394,11 +396,11 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
         thread.join(240)
     said = {name: [str(one) for one in answers if isinstance(one, EngineError)] for name, answers in landed.items()}
     for answers in landed.values():
-        assert len(answers) >= 6
+        assert len(answers) >= 4
         for answer in answers:
             if isinstance(answer, Completion):
-                assert len(answer.token_ids) == 180
-                assert len(answer.routes) == PROMPT_TOKENS + 179
+                assert len(answer.token_ids) == 116
+                assert len(answer.routes) == tokens + 115
             else:
                 assert re.search(f"worker died|{LOST}", str(answer)), answer
     # Of completions Dynamo says 503, as if it had not read the request; it is sent again, and another worker answers.
