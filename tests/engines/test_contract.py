@@ -362,4 +362,5 @@ def test_a_swap_that_keeps_requests_says_which_version_sampled_each_token(
     assert completion.routes.versions.tolist() == [0] * (PROMPT_TOKENS - 1 + old) + [1] * (150 - old)
     # The boundary is the true one: up to it A's trainer agrees, and with the first token after it no longer.
     gap = np.abs(trainer.logprobs(checkpoints.a, prompt(), completion) - completion.logprobs)
-    assert gap[:old].max() < 1e-4 < gap[old : old + 3].max()
+    # Rounding: of 9,000 tokens sampled and scored with one set of weights, two are more than 1e-4 apart, none 2e-4.
+    assert gap[:old].max() < 1e-3 < gap[old : old + 3].max()
