@@ -35,6 +35,7 @@ SHAPE = {
     "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8, "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 24, "enforce_eager": True,
 }  # fmt: skip
+MODULAR_ON_CPUS = (0, 30)  # the first vLLM whose CPU kernel does not choose the experts itself
 # For vLLM's processes only: the compile tests of this session need a torch that compiles.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
@@ -200,6 +201,10 @@ def start_server(model: str, log: pathlib.Path, *more: str, **variables: str) ->
 
 def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[str, str]) -> Server:
     """Start a vLLM server by this command on a free port, in the shape of the tests and with this environment."""
+    from router_replay.engines.vllm.versions import installed_version, numbers_of
+
+    if numbers_of(installed_version()) < MODULAR_ON_CPUS:
+        command = [*command, "--worker-extension-cls=tests.engines.vllm.cpu_capture.Capture"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -221,7 +226,10 @@ def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[
 def vllm_engine(servers: Servers, checkpoints: Checkpoints) -> Iterator[Engine]:
     """In process, on checkpoint A. It depends on `servers` so that these start meanwhile."""
     from router_replay.engines.vllm.inprocess import VllmEngine
+    from router_replay.engines.vllm.versions import installed_version, numbers_of
 
+    if numbers_of(installed_version()) < MODULAR_ON_CPUS:
+        pytest.skip(f"the CPU kernel of vLLM {installed_version()} chooses the experts itself, so none can be forced")
     with environment(**ENVIRONMENT):
         engine = VllmEngine(checkpoints.a, **SHAPE)
     with engine:
