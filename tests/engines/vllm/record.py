@@ -10,7 +10,13 @@ from typing import Any
 
 from router_replay.engines import Request, Sampling
 from router_replay.engines.backend import Flight
-from router_replay.engines.vllm.token_routes import COMPLETIONS_CUT_ROWS, CompletionsRoute, GenerateRoute, TokenRoute
+from router_replay.engines.vllm.token_routes import (
+    COMPLETIONS_CUT_ROWS,
+    GENERATE_COLLECTS,
+    CompletionsRoute,
+    GenerateRoute,
+    TokenRoute,
+)
 from router_replay.engines.vllm.versions import numbers_of
 
 PAYLOADS = pathlib.Path(__file__).parent / "payloads"
@@ -20,7 +26,7 @@ ROUTES = ("completions", "generate")
 
 def route_of(name: str, version: str) -> TokenRoute:
     if name == "generate":
-        return GenerateRoute()
+        return GenerateRoute(collects=numbers_of(version) >= GENERATE_COLLECTS)
     return CompletionsRoute(cuts_rows=numbers_of(version) >= COMPLETIONS_CUT_ROWS, context=256)
 
 
