@@ -73,6 +73,16 @@ def same(a: Completion, b: Completion) -> bool:
     )
 
 
+def seconds_to_eight_tokens(engine: Engine, requests: Sequence[Request]) -> float:
+    short = [
+        Request(prompt(900 + number, len(request.token_ids)), dataclasses.replace(request.sampling, max_tokens=8))
+        for number, request in enumerate(requests)
+    ]
+    started = time.monotonic()
+    engine.generate(short)
+    return time.monotonic() - started
+
+
 async def midway(
     engine: Engine,
     requests: Sequence[Request],
@@ -82,10 +92,11 @@ async def midway(
 ) -> list[list[Completion]]:
     """Start requests, call `act` in another thread when each has some tokens, and return what came of them.
 
-    How long "some tokens" takes depends on the machine; where it was too early or too late, the whole is done again.
-    `too_late` says of what came that requests ended before `act` reached them.
+    How long "some tokens" takes depends on the machine, so other requests of this size measure it first. Where it was
+    too early or too late, the whole is done again. `too_late` says of what came that requests ended before `act`
+    reached them.
     """
-    seconds = 0.1
+    seconds = max(0.1, await asyncio.to_thread(seconds_to_eight_tokens, engine, requests))
     for _ in range(14):
         tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
         await asyncio.sleep(seconds)

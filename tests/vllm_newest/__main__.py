@@ -25,7 +25,7 @@ def tests_of(version: str) -> list[str]:
     """
     names = PLUGIN if version == NEWEST else CORE if version == "0.31" else SERVERS
     contract = [] if names is SERVERS else ["tests/engines/test_contract.py"]
-    return [*contract, *(f"tests/engines/vllm/test_{name}.py" for name in names)]
+    return [*contract, *(f"tests/engines/vllm/test_{name}.py" for name in sorted(names))]  # in the order of make test
 
 
 def main(arguments: list[str]) -> int:
