@@ -24,7 +24,7 @@ import pytest
 from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.engines.vllm import http
 from router_replay.engines.vllm.http import VllmHttpEngine
-from router_replay.engines.vllm.versions import installed_version, model_runner, numbers_of
+from router_replay.engines.vllm.versions import installed_version, model_runner, numbers_of, uses_second_runner
 from router_replay.errors import EngineError
 from tests.engines import test_contract as contract
 from tests.engines.conftest import (
@@ -142,6 +142,8 @@ def test_rows_before_the_start_are_left_out(stock: Engine, start: int) -> None:
 )
 def test_an_answer_equals_that_of_vllm_in_process(stock: Engine, vllm_engine: Engine, request_: Request) -> None:
     """Seeded prompts are short: on a CPU, a server without the plugin dies of a seed with chunked prefill."""
+    if request_.sampling.top_p < 1 and uses_second_runner(installed_version()):
+        pytest.skip("Triton's interpreter ends with an error in vLLM's kernel for top-p, and the engine with it")
     here, there = vllm_engine.generate([request_]), stock.generate([request_])
     assert len(here) == len(there) == request_.sampling.n
     for a, b in zip(here, there, strict=True):
