@@ -14,7 +14,7 @@ import sys
 from tests.vllm_newest.environment import LAYERS, NEWEST, ROOT, make
 
 SERVERS = ["payloads", "stock"]  # what a server without the plugin answers, on every version
-CORE = ["delivery", "engine", "frontend", "promise", "rules", "seams", "weights", "worker", *SERVERS]
+CORE = ["commit", "delivery", "engine", "frontend", "promise", "rules", "seams", "weights", "worker", *SERVERS]
 PLUGIN = [*CORE, "guard", "parallel", "ranks", "shutdown"]
 
 
