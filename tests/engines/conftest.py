@@ -37,6 +37,7 @@ SHAPE = {
     "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8, "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 24, "enforce_eager": True,
 }  # fmt: skip
+MODULAR_ON_CPUS = (0, 30)  # the first vLLM whose CPU kernel does not choose the experts itself
 # For vLLM's processes only: the compile tests of this session need a torch that compiles.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
@@ -74,6 +75,16 @@ def same(a: Completion, b: Completion) -> bool:
     )
 
 
+def seconds_to_eight_tokens(engine: Engine, requests: Sequence[Request]) -> float:
+    short = [
+        Request(prompt(900 + number, len(request.token_ids)), dataclasses.replace(request.sampling, max_tokens=8))
+        for number, request in enumerate(requests)
+    ]
+    started = time.monotonic()
+    engine.generate(short)
+    return time.monotonic() - started
+
+
 async def midway(
     engine: Engine,
     requests: Sequence[Request],
@@ -84,11 +95,14 @@ async def midway(
 ) -> list[list[Completion]]:
     """Start requests, call `act` in another thread when each has some tokens, and return what came of them.
 
-    `sampled` says how many tokens the engine has sampled; without it, some time passes instead. One request may have
-    fewer tokens than another, and a machine may be slow: where it was too early or too late, the whole is done again.
-    `too_late` says of what came that requests ended before `act` reached them.
+    `sampled` says how many tokens the engine has sampled. Without it, some time passes instead, which other requests of
+    this size measure first. One request may have fewer tokens than another, and a machine may be slow: where it was too
+    early or too late, the whole is done again. `too_late` says of what came that requests ended before `act` reached
+    them.
     """
     seconds, tokens = 0.1, 6.0 * sum(request.sampling.n for request in requests)
+    if sampled is None:
+        seconds = max(seconds, await asyncio.to_thread(seconds_to_eight_tokens, engine, requests))
     for _ in range(14):
         before = 0.0 if sampled is None else await asyncio.to_thread(sampled)
         tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
@@ -220,6 +234,10 @@ def start_server(model: str, log: pathlib.Path, *more: str, **variables: str) ->
 
 def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[str, str]) -> Server:
     """Start a vLLM server by this command on a free port, in the shape of the tests and with this environment."""
+    from router_replay.engines.vllm.versions import installed_version, numbers_of
+
+    if numbers_of(installed_version()) < MODULAR_ON_CPUS:
+        command = [*command, "--worker-extension-cls=tests.engines.vllm.cpu_capture.Capture"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -241,7 +259,10 @@ def start_command(command: Sequence[str], log: pathlib.Path, variables: Mapping[
 def vllm_engine(servers: Servers, checkpoints: Checkpoints) -> Iterator[Engine]:
     """In process, on checkpoint A. It depends on `servers` so that these start meanwhile."""
     from router_replay.engines.vllm.inprocess import VllmEngine
+    from router_replay.engines.vllm.versions import installed_version, numbers_of
 
+    if numbers_of(installed_version()) < MODULAR_ON_CPUS:
+        pytest.skip(f"the CPU kernel of vLLM {installed_version()} chooses the experts itself, so none can be forced")
     with environment(**ENVIRONMENT):
         engine = VllmEngine(checkpoints.a, **SHAPE)
     with engine:

@@ -65,9 +65,9 @@ def test_generation_stops_at_the_end_of_sequence_and_at_stop_tokens(engine: Engi
     stopped = one(engine, Request(prompt(), Sampling(20, 0.0, stop_token_ids=(stop,), ignore_eos=True)))
     assert stopped.finish_reason == "stop"
     assert np.array_equal(stopped.token_ids, free.token_ids[: first + 1])
-    sampled = engine.generate([Request(prompt(seed), Sampling(max_tokens=150, n=4)) for seed in range(3)])
+    sampled = engine.generate([Request(prompt(seed), Sampling(max_tokens=150, n=4)) for seed in range(2)])
     ended = [sample for sample in sampled if sample.finish_reason == "stop"]
-    assert ended  # of 12 samples at a chance of some 1/128 a token
+    assert ended  # of 8 samples at a chance of some 1/128 a token
     assert all(sample.token_ids[-1] == 1 and 1 not in sample.token_ids[:-1] for sample in ended)
 
 

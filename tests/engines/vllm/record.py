@@ -1,42 +1,55 @@
-"""Records the answers of a running vLLM server as test data: python -m tests.engines.vllm.record URL.
-
-The server runs the first model of tests/engines/conftest.py with --enable-return-routed-experts and --enable-scale-out.
-"""
+"""The recorded answers of real vLLM servers. VLLM_RECORD=1 makes test_stock.py record those of the installed vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import pathlib
-import sys
 import urllib.request
 from typing import Any
 
 from router_replay.engines import Request, Sampling
 from router_replay.engines.backend import Flight
-from router_replay.engines.vllm.token_routes import CompletionsRoute, GenerateRoute
+from router_replay.engines.vllm.token_routes import (
+    COMPLETIONS_CUT_ROWS,
+    GENERATE_COLLECTS,
+    CompletionsRoute,
+    GenerateRoute,
+    TokenRoute,
+)
+from router_replay.engines.vllm.versions import numbers_of
 
 PAYLOADS = pathlib.Path(__file__).parent / "payloads"
 REQUEST = Request((5, 6, 7, 8, 9, 10), Sampling(max_tokens=3, n=2, seed=7, ignore_eos=True), start=2, id="recorded")
-ROUTES = {"generate": GenerateRoute(), "completions": CompletionsRoute(cuts_rows=True, context=256)}
+ROUTES = ("completions", "generate")
 
 
-def main(url: str) -> None:
-    """Ask both routes the same, and write each answer with its request into a file."""
+def route_of(name: str, version: str) -> TokenRoute:
+    if name == "generate":
+        return GenerateRoute(collects=numbers_of(version) >= GENERATE_COLLECTS)
+    return CompletionsRoute(cuts_rows=numbers_of(version) >= COMPLETIONS_CUT_ROWS, context=256)
+
+
+def file_of(name: str, version: str) -> pathlib.Path:
+    return PAYLOADS / f"vllm_{version}_{name}.json"
+
+
+def record(name: str, url: str) -> None:
+    """Ask one route of a server on the first model of tests/engines/conftest.py, and keep its answer."""
     version = asked(f"{url}/version")["version"]
-    for name, route in ROUTES.items():
-        body = asyncio.run(body_of(name))
-        answer = {**asked(url + route.path, body), "model": "model"}  # not the path of a machine
-        told = {"version": version, "request": body, "answer": answer}
-        file = PAYLOADS / f"vllm_{version}_{name}.json"
-        file.write_text(json.dumps(told, indent=1) + "\n")
-        sys.stdout.write(f"{file}\n")
+    body = body_of(name, version)
+    answer = {**asked(url + route_of(name, version).path, body), "model": "model"}  # not the path of a machine
+    told = {"version": version, "request": body, "answer": answer}
+    file_of(name, version).write_text(json.dumps(told, indent=1) + "\n")
 
 
-async def body_of(name: str) -> dict[str, Any]:
-    flight = Flight(REQUEST)
-    flight.salt = "recorded"
-    return {**ROUTES[name].body(flight, end_of_sequence=(1,)), "request_id": "recorded"}
+def body_of(name: str, version: str) -> dict[str, Any]:
+    async def body() -> dict[str, Any]:  # a flight belongs to an event loop
+        flight = Flight(REQUEST)
+        flight.salt = "recorded"
+        return {**route_of(name, version).body(flight, end_of_sequence=(1,)), "request_id": "recorded"}
+
+    return asyncio.run(body())
 
 
 def asked(url: str, body: Any = None) -> Any:
@@ -44,7 +57,3 @@ def asked(url: str, body: Any = None) -> Any:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

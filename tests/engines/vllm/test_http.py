@@ -144,6 +144,23 @@ def test_a_server_without_the_token_route_is_asked_by_completions(completing: St
     assert {name: body[name] for name in neutral} == neutral
 
 
+def test_a_token_route_that_was_not_asked_for_counts_as_none(completing: Stub) -> None:
+    """Without --enable-scale-out, vLLM up to 0.31 answers 404 and vLLM 0.32 answers 403."""
+    completing.answers["/inference/v1/generate"] = Reply({"error": {"message": "use --enable-scale-out"}}, 403)
+    with VllmHttpEngine(completing.url, spec=SPEC) as engine:
+        assert len(engine.generate([REQUEST])) == 1
+    assert completing.bodies("/v1/completions")
+
+
+@pytest.mark.parametrize(("version", "asks"), [("0.26.0", True), ("0.28.1", True), ("0.29.0", False)])
+def test_older_servers_are_asked_to_collect_all_samples(fake: Stub, version: str, asks: bool) -> None:
+    """Up to 0.28, /inference/v1/generate answers with the samples of its last step otherwise."""
+    fake.answers["/version"] = Reply({"version": version})
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        engine.generate([REQUEST])
+    assert ("output_kind" in fake.bodies("/inference/v1/generate")[-1]["sampling_params"]) == asks
+
+
 def test_rows_are_cut_here_where_the_server_returns_all(completing: Stub) -> None:
     """Up to 0.27, /v1/completions ignores routed_experts_prompt_start without an error."""
     completing.answers["/version"] = Reply({"version": "0.27.1"})

@@ -29,7 +29,13 @@ from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, ServedM
 from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.engines.vllm.samples import Sample
 from router_replay.engines.vllm.stock import Stock, StockBackend, current_gpu, read_stock
-from router_replay.engines.vllm.token_routes import COMPLETIONS_CUT_ROWS, CompletionsRoute, GenerateRoute, TokenRoute
+from router_replay.engines.vllm.token_routes import (
+    COMPLETIONS_CUT_ROWS,
+    GENERATE_COLLECTS,
+    CompletionsRoute,
+    GenerateRoute,
+    TokenRoute,
+)
 from router_replay.engines.vllm.token_routes import GENERATE as GENERATE
 from router_replay.engines.vllm.token_routes import samples_of as samples_of
 from router_replay.engines.vllm.versions import numbers_of, refuse_version
@@ -123,8 +129,8 @@ async def _look(http: Http, version: tuple[int, ...], gpu: int) -> _Found:
     models = decoded(answer, _Models, f"the answer of {http.url}/v1/models").data if status == 200 else []
     model = models[0] if models else _Model()
     status, _ = await http.request("POST", GENERATE, {})
-    route: TokenRoute = GenerateRoute()
-    if status in (404, 405):
+    route: TokenRoute = GenerateRoute(collects=version >= GENERATE_COLLECTS)
+    if status in (403, 404, 405):  # vLLM 0.32 says 403 without --enable-scale-out; a wrong key was refused above
         route = CompletionsRoute(cuts_rows=version >= COMPLETIONS_CUT_ROWS, context=model.max_model_len)
     return _Found(http, version, model, route, gpu)
 

@@ -25,6 +25,8 @@ from router_replay.spec import RouterSpec
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+GENERATE_COLLECTS = (0, 29)  # the first version whose generate route waits for all samples of a request by itself
+FINAL_ONLY = 2  # vLLM's RequestOutputKind
 COMPLETIONS_CUT_ROWS = (0, 28)  # the first version whose /v1/completions takes routed_experts_prompt_start
 
 
@@ -107,17 +109,27 @@ class TokenRoute(abc.ABC):
         """Return the server's own name of the request that we call `name`, for aborts."""
 
 
+@dataclasses.dataclass(frozen=True)
 class GenerateRoute(TokenRoute):
-    """Describes /inference/v1/generate."""
+    """Describes /inference/v1/generate.
+
+    `collects` says whether the server answers with all samples of a request. Up to vLLM 0.28 it answers with those that
+    its last message brought, unless the request asks for one message at the end.
+    """
+
+    collects: bool
 
     path = GENERATE
 
     def body(self, flight: Flight, end_of_sequence: Sequence[int]) -> dict[str, Any]:
         """Return the JSON body of a request."""
+        arguments = sampling_arguments(flight.request, end_of_sequence, as_text=True)
+        if not self.collects:
+            arguments["output_kind"] = FINAL_ONLY
         return {
             "request_id": flight.name,
             "token_ids": list(map(int, flight.request.token_ids)),
-            "sampling_params": sampling_arguments(flight.request, end_of_sequence, as_text=True),
+            "sampling_params": arguments,
             "cache_salt": flight.salt,
         }
 
