@@ -32,7 +32,7 @@ from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Slots, Totals, policy_loss
-from router_replay.rl.policy.models import load_model, model_folder
+from router_replay.rl.policy.models import compile_layers, computing_weights, load_model, model_folder
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.routes import Routes
 
@@ -59,17 +59,21 @@ class Policy:
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
         self._config, self._ranks = config, ranks
         self.model = load_model(folder, config.model, ranks)
+        self._computing = computing_weights(self.model, config.model, ranks)
         self.replayer = RouterReplay(self.model)
         self.one_at_a_time = bool(why_not_packed(self.model))
         self._ulysses, self.attention = _attend(self.model, config, ranks)
         if config.model.gradient_checkpointing != "off":
             reentrant = config.model.gradient_checkpointing == "reentrant"
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if config.trainer.compile:
+            compile_layers(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             weight_decay=config.optimizer.weight_decay,
+            fused=True,  # one kernel for all weights, on CPUs too
         )
         self.updates = 0
         self._counted = self.replayer.stats
@@ -82,7 +86,8 @@ class Policy:
     def score(self, mini: MiniBatch) -> list[Scored]:
         """Compute the log-probs of the old policy, and of the reference model, for every micro-batch."""
         self.model.eval()
-        return [self._score(micro) for micro in mini.micro]
+        with self._computing():
+            return [self._score(micro) for micro in mini.micro]
 
     def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
         """Make one optimizer step over the mini-batch, and return its loss and other figures for the metrics.
@@ -94,19 +99,19 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals(mini.tokens, mini.sequences, config.longest_response)
         loss_sum, sums = torch.zeros((), device=ranks.device), None
-        for micro, old in zip(mini.micro, scored, strict=True):
-            ranks.watch.beat()
-            with self._replaying(micro, old.routes):
-                slots = _slots(self._logprobs(micro), micro, old, ranks.device)
-                loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
-                (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
-            loss_sum = loss_sum + loss.detach()
-            sums = found if sums is None else sums + found
+        with self._computing():
+            for micro, old in zip(mini.micro, scored, strict=True):
+                ranks.watch.beat()
+                with self._replaying(micro, old.routes):
+                    slots = _slots(self._logprobs(micro), micro, old, ranks.device)
+                    loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
+                    (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
+                loss_sum = loss_sum + loss.detach()
+                sums = found if sums is None else sums + found
         assert sums is not None
-        figures = self._summed(loss_sum, sums)
-        self._refuse_not_finite("loss", figures["loss"])
-        figures["grad_norm"] = self._clip()
-        self._refuse_not_finite("grad_norm", figures["grad_norm"])
+        figures = self._figures(loss_sum, sums, self._clip())
+        for name in ("loss", "grad_norm"):
+            self._refuse_not_finite(name, figures[name])
         figures["lr"] = self._step()
         return figures
 
@@ -161,13 +166,17 @@ class Policy:
         found = route_agreement(engine, own)
         self._beside.append(Stats.compared(engine.spec.layers, found.rows, found.per_layer.tolist()))
 
-    def _summed(self, loss: torch.Tensor, sums: LossSums) -> dict[str, float]:
-        """Return means over the mini-batch on all ranks. Ranks that share sequences all computed the same loss."""
+    def _figures(self, loss: torch.Tensor, sums: LossSums, norm: torch.Tensor) -> dict[str, float]:
+        """Return means over the mini-batch on all ranks, and the norm of the gradient.
+
+        This is the only place where an update waits for the device. Ranks that share sequences all computed the same
+        loss.
+        """
         ranks = self._ranks
         names = [field.name for field in dataclasses.fields(sums)]
         values = torch.stack([loss, *(getattr(sums, name).to(loss.dtype) for name in names)])
         values = ranks.sum(values if ranks.piece == 0 else torch.zeros_like(values))
-        total, *rest = values.tolist()
+        total, *rest, norm_value = torch.cat([values, norm.reshape(1).to(values.dtype)]).tolist()
         by_name = dict(zip(names, rest, strict=True))
         tokens = max(1.0, by_name["tokens"])
         return {
@@ -177,11 +186,13 @@ class Policy:
             "entropy": by_name["entropy"] / tokens,
             "reference_kl": by_name["kl"] / tokens,
             "truncated_fraction": by_name["truncated"] / tokens,
+            "grad_norm": norm_value,
         }
 
-    def _clip(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients and return their norm before that."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _step(self) -> float:
         optimizer = self._config.optimizer
@@ -207,6 +218,7 @@ class _Reference:
         self._config, self._ranks = config, ranks
         self._model = load_model(model_folder(config.reference.path or config.model.path), config.model, ranks)
         self._model.requires_grad_(False).eval()
+        self._computing = computing_weights(self._model, config.model, ranks)
         self._replayer = RouterReplay(self._model)
         self._ulysses, _ = _attend(self._model, config, ranks)
 
@@ -214,7 +226,7 @@ class _Reference:
         block: Any = contextlib.nullcontext()
         if routes is not None and self._config.reference.replay:
             block = self._replayer.replay(routes, on_missing="live")
-        with block:
+        with block, self._computing():
             return whole_logprobs(self._model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
 
 
