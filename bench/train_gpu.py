@@ -80,7 +80,8 @@ def base_source(given: str | None, folder: pathlib.Path) -> pathlib.Path | None:
     if done.returncode:
         print(f"not compared with {BASE}: {done.stderr.decode().strip()}. Pass --base FOLDER")
         return None
-    tarfile.open(fileobj=io.BytesIO(done.stdout)).extractall(folder, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
     return folder / "src"
 
 
@@ -223,8 +224,10 @@ def show_memory(process: Process, figures: dict[str, Any], lengths: dict[str, tu
         figures[f"{name}, checkpointing"] = found
         size = found["peak_bytes"]
         tokens = count * length / 4  # of one mini-batch
-        print(f"\n{name} with checkpointing: peak {size / 2**30:.2f} GiB, {size / tokens / 2**10:.1f} KiB per token of a "
-              f"mini-batch, weights and optimizer included; step {found['score'] + found['update']:.3f} s")  # fmt: skip
+        print(
+            f"\n{name} with checkpointing: peak {size / 2**30:.2f} GiB, {size / tokens / 2**10:.1f} KiB per token of a "
+            f"mini-batch, weights and optimizer included; step {found['score'] + found['update']:.3f} s"
+        )
 
 
 if __name__ == "__main__":
