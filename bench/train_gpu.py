@@ -2,13 +2,13 @@
 
     python -m bench.train_gpu                                     # one GPU; the base comes from git
     python -m bench.train_gpu --base FOLDER                       # without git: FOLDER holds router_replay of 1b089bf
-    python -m bench.train_gpu --compile --profile --syncs         # also compiled; what the GPU did; where the CPU waited
+    python -m bench.train_gpu --compile --profile --syncs         # and compiled; the kernels; where the CPU waited
     python -m bench.train_gpu --device cpu --tiny --rounds 2      # a check that all of it runs
 
 The model is that of `router-replay make-model --size gpu` with random weights (446M parameters, 16 layers, 8 of 64
 experts, bf16). `long` is 64 sequences of 1,024 tokens in bins of 16,384 slots, `short` 1,024 sequences of 12, both with
-random routes and 4 mini-batches. Every version and mode is a process of its own; in each round all of them run one step,
-one after the other. Ratios are medians over rounds of the ratio within a round.
+random routes and 4 mini-batches. Every version and mode is a process of its own; in each round all of them run one
+step, one after the other. Ratios are medians over rounds of the ratio within a round.
 """
 
 from __future__ import annotations

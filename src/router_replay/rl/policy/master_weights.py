@@ -8,6 +8,7 @@ nothing is sharded or gathered. Gradients are collected in float32 as soon as th
     with weights.computing():
         loss(model(...)).backward()
     optimizer.step()                       # on model.parameters(), float32
+    weights.changed()
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ class _Place:
     copy: nn.Parameter
 
 
-class MasterWeights:
+class Weights:
+    """Let a model compute with its own parameters: in float32, or where FSDP2 casts them."""
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which passes run."""
+        return contextlib.nullcontext()
+
+    def changed(self) -> None:
+        """Take note that the parameters have new values."""
+
+
+class MasterWeights(Weights):
     """Keep copies in `dtype` of the float32 parameters of `model`. Parameters of the modules in `kept` get no copy."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, kept: tuple[nn.Module, ...] = ()) -> None:
@@ -49,14 +61,14 @@ class MasterWeights:
         unique = {id(place.master): place for place in self._places}.values()
         self._masters: list[Tensor] = [place.master.detach() for place in unique]
         self._copies: list[Tensor] = [place.copy.detach() for place in unique]
-        self._versions = self._changes()
+        self._stale = False
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Put the copies in place of the master weights; they are cast anew only if the master weights changed."""
-        if self._versions != (now := self._changes()):
+        """Put the copies in place of the master weights; they are cast anew only after `changed`."""
+        if self._stale:
             torch._foreach_copy_(self._copies, self._masters)
-            self._versions = now
+            self._stale = False
         for place in self._places:
             place.module._parameters[place.name] = place.copy
         try:
@@ -65,9 +77,9 @@ class MasterWeights:
             for place in self._places:
                 place.module._parameters[place.name] = place.master
 
-    def _changes(self) -> list[int]:
-        """Return the counts that torch keeps of changes in place, one per master weight."""
-        return [master._version for master in self._masters]
+    def changed(self) -> None:
+        """Let the next block cast the weights anew. torch does not count the changes that a fused optimizer makes."""
+        self._stale = True
 
 
 def _collector(master: nn.Parameter) -> Callable[[Any], None]:

@@ -6,9 +6,7 @@ rank runs the plain model, in bfloat16 with copies of the weights (`master_weigh
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from router_replay.errors import ConfigError
 from router_replay.forward.experts import use_gathering_experts
 from router_replay.forward.router_precision import compute_routers_in_float32, routers_of_their_own
 from router_replay.rl.config import ModelConfig, tiny_folder
-from router_replay.rl.policy.master_weights import MasterWeights
+from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.processes.ranks import Ranks
 
 WEIGHTS = "model.safetensors"
@@ -79,21 +77,24 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
     return model.to(ranks.device) if ranks.world == 1 else shard(model, config, ranks)
 
 
-def computing_weights(model: Any, config: ModelConfig, ranks: Ranks) -> Callable[[], contextlib.AbstractContextManager]:
-    """Return what opens the block in which `model`, a result of `load_model`, computes in `config.dtype`."""
+def weights_of(model: Any, config: ModelConfig, ranks: Ranks) -> Weights:
+    """Return what lets `model`, a result of `load_model`, compute in `config.dtype`."""
     if ranks.world > 1 or config.dtype == "float32":  # FSDP2 casts by itself, and float32 needs no cast
-        return contextlib.nullcontext
+        return Weights()
     kept: tuple[Any, ...] = ()
     if config.router_dtype == "float32":
         compute_routers_in_float32(model)
         kept = tuple(routers_of_their_own(model))
-    return MasterWeights(model, getattr(torch, config.dtype), kept).computing
+    return MasterWeights(model, getattr(torch, config.dtype), kept)
 
 
-def compile_layers(model: Any) -> None:
-    """Compile each decoder layer by itself. All layers of one kind share one graph, with any number of tokens."""
+def compile_layers(model: Any, **options: Any) -> None:
+    """Compile each decoder layer by itself. All layers of one kind share one graph, with any number of tokens.
+
+    `options` go to torch.compile.
+    """
     for layer in _layers(model):
-        layer.compile(dynamic=True)  # bins differ in their number of tokens
+        layer.compile(dynamic=True, **options)  # bins differ in their number of tokens
 
 
 def _layers(model: Any) -> list[Any]:
