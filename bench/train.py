@@ -26,7 +26,7 @@ import torch
 from bench.replay import time_rounds
 from router_replay.batch import Sample, pack
 from router_replay.engines.embedded import EmbeddedEngine
-from router_replay.replay.state import Plan
+from router_replay.replay.state import Column, Plan
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.environments import make_task
 from router_replay.rl.policy import delivery
@@ -84,7 +84,7 @@ def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]
     read: list[torch.Tensor] = []
     column = Plan.column
 
-    def reading(plan: Plan, index: int) -> torch.Tensor:
+    def reading(plan: Plan, index: Column) -> torch.Tensor:
         read.append(plan.ids_TLK)
         return column(plan, index)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from router_replay.errors import ReplayError
-from router_replay.replay.state import Plan, Recording, State, in_backward
+from router_replay.replay.state import Column, Plan, Recording, State, in_backward
 from router_replay.spec import RouterSpec
 
 SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
@@ -23,7 +23,7 @@ def plan(**more: Any) -> Plan:
 
 
 def test_a_plan_gives_the_wide_ids_of_one_layer() -> None:
-    column = plan().column(1)
+    column = plan().column(Column(1))
     assert column.dtype == torch.int64
     assert column.tolist() == [[2, 3], [6, 7], [10, 11]]
     assert len(plan()) == 3

@@ -44,6 +44,10 @@ def full_line(step: int, k3: float) -> dict[str, float]:
         "entropy": 0.5,
         "seconds/step": 10.0 + step,
         "tokens_per_second": 800.0,
+        "trainer/tokens_per_second": 1600.0,
+        "trainer/peak_share": 0.07,
+        "memory/peak_gib": 2.5,
+        **{f"seconds/{phase}": 0.5 for phase in ("rollout", "score", "update", "sync")},
     }
 
 

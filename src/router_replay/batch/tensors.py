@@ -48,8 +48,7 @@ class TensorRoutes:
     @classmethod
     def from_routes(cls, routes: Routes, device: Any = "cpu") -> TensorRoutes:
         """Copy routes to a device."""
-        ids = _writable(routes.ids).to(device, non_blocking=True)
-        captured = _writable(routes.captured).to(device, non_blocking=True)
+        ids, captured = _on_device(routes.ids, device), _on_device(routes.captured, device)
         return cls(ids, captured, routes.spec, routes.all_captured, any(routes.captured_runs.values))
 
     def __len__(self) -> int:
@@ -90,7 +89,7 @@ class TensorBatch:
     @classmethod
     def from_batch(cls, batch: Batch, device: Any = "cpu") -> TensorBatch:
         """Copy a batch to a device."""
-        fields = {name: _writable(getattr(batch, name)).to(device) for name in (*PER_SLOT, "cu_seqlens")}
+        fields = {name: _on_device(getattr(batch, name), device) for name in (*PER_SLOT, "cu_seqlens")}
         routes = None if batch.routes is None else TensorRoutes.from_routes(batch.routes, device)
         return cls(**fields, routes=routes, boundaries=tuple(batch.cu_seqlens.tolist()))
 
@@ -121,7 +120,7 @@ class LocalTensors:
     def whole(self, name: str) -> torch.Tensor:
         """Return the array `name` of the Batch, over all slots of the bin."""
         if name not in self._whole:
-            self._whole[name] = _writable(getattr(self._local.whole, name)).to(self.device, non_blocking=True)
+            self._whole[name] = _on_device(getattr(self._local.whole, name), self.device)
         return self._whole[name]
 
     @property
@@ -152,7 +151,7 @@ class LocalTensors:
 
     def _mine(self, name: str) -> torch.Tensor:
         place = self._local.place
-        return self.whole(name)[place if isinstance(place, slice) else torch.from_numpy(place).to(self.device)]
+        return self.whole(name)[place if isinstance(place, slice) else _on_device(place, self.device)]
 
 
 def torch_device(device: Any) -> torch.device:
@@ -163,6 +162,13 @@ def torch_device(device: Any) -> torch.device:
     return found
 
 
-def _writable(array: np.ndarray) -> torch.Tensor:
-    """Copy into a tensor that owns its memory: torch warns about a read-only array and could then write to it."""
-    return torch.from_numpy(np.array(array))
+def _on_device(array: np.ndarray, device: Any) -> torch.Tensor:
+    """Copy into a tensor that owns its memory: torch warns about a read-only array and could then write to it.
+
+    A GPU copies from pinned memory in the background; from other memory the caller would wait for it.
+    """
+    if torch.device(device).type != "cuda":
+        return torch.from_numpy(np.array(array)).to(device)
+    pinned = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned.to(device, non_blocking=True)

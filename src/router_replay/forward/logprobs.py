@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import numbers
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
 from router_replay.batch import NO_LABEL, Batch, LocalBatch
@@ -21,6 +23,9 @@ from router_replay.forward.inner import inner_model
 from router_replay.forward.output_head import PROBES, Task, head_gives_logprobs
 from router_replay.forward.packing import packed_arguments, reaching_the_decoder
 from router_replay.forward.vocabulary import LogitRule
+
+# The rules that each model was seen to follow, in training or in evaluation. To look again would wait for the device.
+_SEEN: weakref.WeakKeyDictionary[Any, set[tuple[LogitRule, bool]]] = weakref.WeakKeyDictionary()
 
 
 def logprobs(
@@ -62,8 +67,8 @@ def logprobs(
             f"the forward of {type(model).__name__} must return an object with logits, got a {type(output).__name__}: "
             f"pass the {name} in it to logprobs()"
         )
-    _check_rule(logits, rule, name)
-    _refuse_labels(tensors.labels, task.vocabulary)
+    _check_rule(model, logits, rule, name)
+    _refuse_labels(batch.labels, task.vocabulary)
     found_T = task.found[0]
     labelled_T = (tensors.labels != NO_LABEL).to(found_T.device)
     # These zeros come from the model's output: DDP and FSDP start their part of backward at the forward's output.
@@ -99,18 +104,26 @@ def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _refuse_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
-    """Raise ReplayError for a label outside the vocabulary: its result would look like a log-prob."""
-    wrong_T = ((labels_T < 0) & (labels_T != NO_LABEL)) | (labels_T >= vocabulary)
-    if wrong_T.any():
-        slot = int(wrong_T.nonzero()[0])
+def _refuse_labels(labels_T: np.ndarray | torch.Tensor, vocabulary: int) -> None:
+    """Raise ReplayError for a label outside the vocabulary: its result would look like a log-prob.
+
+    Labels on the host are checked there. Labels that are given on a device are read from it.
+    """
+    labels = labels_T.cpu().numpy() if isinstance(labels_T, torch.Tensor) else labels_T
+    wrong = ((labels < 0) & (labels != NO_LABEL)) | (labels >= vocabulary)
+    if wrong.any():
+        slot = int(wrong.argmax())
         raise ReplayError(
             f"the label of slot {slot} must be in [0, {vocabulary}), the tokens of the output matrix, or {NO_LABEL} "
-            f"for no label, got {int(labels_T[slot])}"
+            f"for no label, got {int(labels[slot])}"
         )
 
 
-def _check_rule(logits: torch.Tensor, rule: LogitRule, name: str) -> None:
+def _check_rule(model: Any, logits: torch.Tensor, rule: LogitRule, name: str) -> None:
+    """Raise ReplayError at the first pass of a model that transforms its logits in another way."""
+    seen = _SEEN.setdefault(model, set())
+    if (rule, model.training) in seen:
+        return
     got = logits.reshape(-1, logits.shape[-1])[0, : len(PROBES)].float()
     expected = rule.apply(got.new_tensor(PROBES))
     if not torch.allclose(got, expected, rtol=2e-2, atol=1e-3):
@@ -119,3 +132,4 @@ def _check_rule(logits: torch.Tensor, rule: LogitRule, name: str) -> None:
             f"expected {expected.tolist()} by {rule}, got {got.tolist()}; "
             "compute log-probs from its own logits instead"
         )
+    seen.add((rule, model.training))

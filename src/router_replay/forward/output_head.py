@@ -25,6 +25,7 @@ PROBES = (-3.0, 0.0, 0.5, 20.0)
 
 _BUSY: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # head -> the thread that uses it
 _CHANGED = threading.Condition()
+_PROBES: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,9 +132,20 @@ def _forward_of(matrix: nn.Linear, task: Task, head: str, before: Any) -> Callab
         task.vocabulary = len(weight)
         # The graph links the probes to the log-probs: DDP and FSDP search it for the parameters in use.
         tie = found_T.to(hidden.dtype).reshape(*hidden.shape[:-1], 1)
-        return torch.where(torch.zeros_like(tie, dtype=torch.bool), tie, hidden.new_tensor(PROBES))
+        return torch.where(torch.zeros_like(tie, dtype=torch.bool), tie, _probes(hidden))
 
     return forward
+
+
+def _probes(like: torch.Tensor) -> torch.Tensor:
+    """Return PROBES on the device and in the dtype of `like`. They are kept: a copy from the host waits for the GPU."""
+    if torch.compiler.is_compiling():
+        return like.new_tensor(PROBES)
+    key = like.device, like.dtype
+    if key not in _PROBES:
+        with torch.inference_mode(False):
+            _PROBES[key] = torch.tensor(PROBES, device=like.device, dtype=like.dtype)
+    return _PROBES[key]
 
 
 def _whole(weight: torch.Tensor | None) -> Any:

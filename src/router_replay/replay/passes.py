@@ -68,6 +68,7 @@ class Watch(Wrapper):
             state.refuse_elsewhere("run a forward pass")
         for site in self.sites:
             site.used = False
+            site.chosen_TK = None
         tokens = _tokens(args, kwargs)
         rows = None if tokens is None else math.prod(tokens.shape[:2])
         if state.plan is not None:
@@ -75,6 +76,8 @@ class Watch(Wrapper):
                 _check_cache(state.plan, kwargs.get("past_key_values"))
             if tokens is not None and rows is not None:
                 _check_rows(state.plan, rows, tokens.device)
+                for site in self.sites:
+                    site.column.move(tokens.device)
         return rows
 
     def _after(self, rows: int | None) -> None:
@@ -86,6 +89,8 @@ class Watch(Wrapper):
                 "used: a fused kernel or a patch runs in place of the router. Switch it off (for hub kernels: load the "
                 "model without use_kernels), or report the model's class"
             )
+        for site in self.sites:
+            site.record()
         compiling = torch.compiler.is_compiling()
         if not compiling and rows is not None:
             for recording in state.recordings:
@@ -103,7 +108,7 @@ class Watch(Wrapper):
         A family that routes some tokens elsewhere (ernie4_5_vl_moe: images) would record rows that match no token.
         """
         for site in self.sites:
-            got = len(recording.pieces[site.column][-1])
+            got = len(recording.pieces[site.column.number][-1])
             if got != rows:
                 raise ReplayError(
                     f"layer {site.router.layer}: expected the router to get all {rows} tokens of this pass, got {got}; "

@@ -94,13 +94,17 @@ def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
     """
     if rows.all_captured:
         return len(rows), 0
-    captured_T = rows.captured if isinstance(rows, TensorRoutes) else torch.from_numpy(rows.captured.copy())
+    if isinstance(rows, TensorRoutes):
+        captured_T: Any = rows.captured
+        idle_T = None if idle is None else torch.as_tensor(idle, device=captured_T.device).bool()
+    else:
+        captured_T = rows.captured
+        idle_T = None if idle is None else np.asarray(idle.cpu() if isinstance(idle, torch.Tensor) else idle, bool)
     live_T = ~captured_T
-    if idle is not None:
-        idle_T = torch.as_tensor(idle, device=captured_T.device).bool()
+    if idle_T is not None:
         if idle_T.shape != live_T.shape:
             raise ReplayError(f"idle must have one entry per row: expected [{len(live_T)}], got {list(idle_T.shape)}")
-        live_T &= ~idle_T
+        live_T = live_T & ~idle_T
     replayed, live = captured_T.sum(), live_T.sum()
     return (int(replayed), int(live)) if isinstance(rows, Routes) else (replayed, live)
 

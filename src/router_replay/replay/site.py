@@ -5,6 +5,8 @@ Shapes: T tokens, L routed layers, K top-k.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from router_replay.families import Choice
 from router_replay.families.from_modules import FoundRouter
 from router_replay.replay.selection import Selection
 from router_replay.replay.special import ALL_SELECTIONS
-from router_replay.replay.state import Plan, State
-from router_replay.replay.wrapper import Wrapper
+from router_replay.replay.state import Column, Plan, State
+from router_replay.replay.wrapper import Wrapper, call
 
 
 class Site(Wrapper):
@@ -25,9 +27,14 @@ class Site(Wrapper):
     def __init__(self, router: FoundRouter, column: int, state: State) -> None:
         super().__init__(router.name, router.module, router.method)
         self.router = router
-        self.column = column
+        self.column = Column(column)
         self.state = state
         self.used = False  # True once the choice was replayed or recorded in the current pass
+        self.chosen_TK: Tensor | None = None  # the choice of the current pass, in the narrow dtype, if one records
+
+    def installed(self) -> Callable[..., Any]:
+        """Return a bound method, so that all layers share one compiled graph."""
+        return types.MethodType(call, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the router with the active routes; without routes and recordings it runs unchanged."""
@@ -45,11 +52,20 @@ class Site(Wrapper):
         out, selection = self._run(plan, compare and not apart, args, kwargs)
         if selection.chosen is not None:  # if None, `used` stays False and Watch raises an error with the layer
             self.used = True
-            for recording in self.state.recordings:
-                recording.add(self.column, selection.chosen)
-            if plan is not None:
-                plan.count_agreement(self.column, live_TK if apart else selection.live_choice)
+            if self.state.recordings:
+                self.chosen_TK = selection.chosen.detach().to(self.state.recordings[0].dtype)
+                if not self.state.passing:  # a router that is called alone; Watch records the passes of the decoder
+                    self.record()
+            if plan is not None and selection.ids_TK is not None:
+                plan.count_agreement(self.column, selection.ids_TK, live_TK if apart else selection.live_choice)
         return out
+
+    def record(self) -> None:
+        """Give the choice to the recordings. It is no part of a compiled layer, as lists would be constants of it."""
+        chosen_TK, self.chosen_TK = self.chosen_TK, None
+        if chosen_TK is not None:
+            for recording in self.state.recordings:
+                recording.add(self.column.number, chosen_TK)
 
     def _again(self, plan: Plan, args: Any, kwargs: Any) -> Any:
         """Run a recompute in backward with the same routes; it is neither recorded nor counted."""

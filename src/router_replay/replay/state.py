@@ -80,18 +80,43 @@ class Plan:
         self.agree_L = None if self.agree_L is None else self.agree_L.to(device)
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
 
-    def column(self, index: int) -> Tensor:
+    def column(self, index: Column) -> Tensor:
         """Return the ids of one routed layer, [T, K], widened to int64 only here."""
-        return self.ids_TLK[:, index].long()
+        if not torch.compiler.is_compiling():
+            return self.ids_TLK[:, index.number].long()
+        if self.ids_TLK.dtype != torch.uint16:
+            return self.ids_TLK.index_select(1, index.tensor_1).squeeze(1).long()
+        # torch selects no unsigned numbers of two bytes: read them as signed ones, then drop the sign
+        return self.ids_TLK.view(torch.int16).index_select(1, index.tensor_1).squeeze(1).long() & 0xFFFF
 
-    def count_agreement(self, index: int, live_TK: Tensor | None) -> None:
-        """Add to the layer's agreement count on the device; it is read back only when the stats are read."""
+    def count_agreement(self, index: Column, ids_TK: Tensor, live_TK: Tensor | None) -> None:
+        """Add to the layer's agreement count on the device; it is read back only when the stats are read.
+
+        `ids_TK` is the column `index`, and `live_TK` the live choice.
+        """
         if self.agree_L is None or live_TK is None:
             return
-        same_T = (self.column(index).unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
+        same_T = (ids_TK.unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
         if self.live_T1 is not None:
             same_T = same_T & ~self.live_T1.reshape(-1)
-        self.agree_L[index] += same_T.sum()
+        self.agree_L.index_add_(0, index.tensor_1, same_T.sum().reshape(1))
+
+
+class Column:
+    """Holds the position of a router's routes in a plan, as a number and as a tensor [1] on the model's device.
+
+    Compiled code uses the tensor. A number would be a constant of the compiled graph, so that every layer would need a
+    graph of its own, and torch gives up after eight.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tensor_1 = torch.tensor([number])
+
+    def move(self, device: torch.device) -> None:
+        """Move the tensor to `device`; nothing happens if it is there."""
+        if self.tensor_1.device != device:
+            self.tensor_1 = self.tensor_1.to(device)
 
 
 class Recording:

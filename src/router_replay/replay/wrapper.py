@@ -16,6 +16,23 @@ from torch import nn
 from router_replay.errors import ReplayError
 
 
+def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `target`, a Wrapper or the method that a copy of the module has in its place.
+
+    A bound method of this function can be installed in place of the Wrapper itself: torch.compile guards on the
+    function, which all modules share, and not on the object. So the layers of a model share one compiled graph.
+    """
+    return target(*args, **kwargs)
+
+
+call.__name__ = "__call__"  # pickle stores a bound method as an attribute of its object, by this name
+
+
+def _behind(found: Any) -> Any:
+    """Return the Wrapper behind a bound method of `call`; anything else is returned as it is."""
+    return found.__self__ if isinstance(found, types.MethodType) and found.__func__ is call else found
+
+
 class Wrapper:
     """Replaces `module.method`. A subclass implements `__call__` and calls `self.original`.
 
@@ -36,7 +53,11 @@ class Wrapper:
         """Replace the method. Raises ReplayError if it is already wrapped."""
         self.refuse_second()
         self.previous = self.module.__dict__.get(self.method)
-        setattr(self.module, self.method, self)
+        setattr(self.module, self.method, self.installed())
+
+    def installed(self) -> Callable[..., Any]:
+        """Return what takes the place of the method."""
+        return self
 
     def uninstall(self) -> None:
         """Restore the method as it was before `install`."""
@@ -46,7 +67,7 @@ class Wrapper:
 
     def refuse_second(self) -> None:
         """Raise ReplayError if the method is already wrapped: two replayers would override each other's routes."""
-        if isinstance(self.module.__dict__.get(self.method), Wrapper):
+        if isinstance(_behind(self.module.__dict__.get(self.method)), Wrapper):
             raise ReplayError(
                 f"{self.name} already belongs to a RouterReplay: use that one, or call its detach() first"
             )
@@ -54,7 +75,7 @@ class Wrapper:
     def refuse_covered(self) -> None:
         """Raise ReplayError if other code replaced this wrapper: removing it would also remove the replacement."""
         now = self.module.__dict__.get(self.method)
-        if now is not self:
+        if _behind(now) is not self:
             raise ReplayError(
                 f"{self.name}.{self.method} was replaced by {now!r:.80} after RouterReplay was made: restore it before "
                 "detach()"

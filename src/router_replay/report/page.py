@@ -35,6 +35,13 @@ CHARTS = (
     Chart("entropy", "Entropy", "estimated from the sampled tokens, in nats", "plain"),
     Chart("seconds/step", "Seconds per step", "all phases", "seconds", from_zero=True),
     Chart("tokens_per_second", "Tokens per second", "of the whole step", "count", from_zero=True),
+    Chart("trainer/tokens_per_second", "Tokens trained per second", "of score and update", "count", from_zero=True),
+    Chart("trainer/peak_share", "Share of the peak", "operations of the trainer", "share", from_zero=True),
+    Chart("seconds/rollout", "Seconds of the rollout", "without the environments", "seconds", from_zero=True),
+    Chart("seconds/score", "Seconds of the score", "old log-probs", "seconds", from_zero=True),
+    Chart("seconds/update", "Seconds of the update", "all mini-batches", "seconds", from_zero=True),
+    Chart("seconds/sync", "Seconds of the sync", "new weights into the engine", "seconds", from_zero=True),
+    Chart("memory/peak_gib", "Peak memory", "GiB", "plain", from_zero=True),
 )
 # With this policy the browser refuses to load any other resource.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

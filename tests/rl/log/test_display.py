@@ -17,6 +17,8 @@ VALUES = {
     "routes/agreement": 0.883,
     "routes/live": 0,
     "tokens_per_second": 1234.5,
+    "trainer/tokens_per_second": 2345.6,
+    "trainer/peak_share": 0.0712,
     "seconds/step": 10.0,
 }
 
@@ -58,7 +60,8 @@ def test_a_log_file_is_plain_whatever_the_environment_says(
 def test_a_plain_line_says_it_all() -> None:
     line = shown(terminal=False, steps=range(1)).splitlines()[-1]
     wanted = (
-        "r3  1/20  reward 0.312  k3 1.90e-3  agreement 88.3 %  rows live 0  tokens/s 1,234  seconds 10.0 s  left 3:10"
+        "r3  1/20  reward 0.312  k3 1.90e-3  agreement 88.3 %  rows live 0  tokens/s 1,234  trained/s 2,346  "
+        "of peak 7.1 %  seconds 10.0 s  left 3:10"
     )
     assert line == wanted
 

@@ -153,6 +153,7 @@ def test_bfloat16_keeps_float32_master_weights(make: Callable[..., Policy]) -> N
     gap = float((exact - rounded).abs().max())
     assert 0 < gap < 0.1  # computed in bfloat16
     policy.update(mini, policy.score(mini))
+    assert not torch.equal(policy.score(mini)[0].old_logprobs, rounded)  # the next pass computes with the new weights
 
 
 @pytest.mark.usefixtures("process_group")

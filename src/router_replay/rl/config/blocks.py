@@ -269,6 +269,9 @@ class TrainerConfig(Block):
     passes, and their gradients are added"""
     ulysses: PositiveInt = 1
     """the number of ranks that share each sequence; the number of processes must be a multiple of it"""
+    compile: bool = False
+    """compile the decoder layers with `torch.compile`. The first steps take longer; on a CPU this needs a C++
+    compiler"""
     agreement: bool = True
     """count how often the live router would have chosen the replayed experts"""
     rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0

@@ -30,6 +30,8 @@ COLUMNS: tuple[tuple[str, str, Kind], ...] = (
     ("agreement", "routes/agreement", "share"),
     ("rows live", "routes/live", "count"),
     ("tokens/s", "tokens_per_second", "count"),
+    ("trained/s", "trainer/tokens_per_second", "count"),
+    ("of peak", "trainer/peak_share", "share"),
     ("seconds", "seconds/step", "seconds"),
 )
 

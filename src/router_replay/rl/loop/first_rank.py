@@ -18,6 +18,7 @@ from router_replay.rl.environments import make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.loop.phases import Phases
+from router_replay.rl.loop.speed import Speed
 from router_replay.rl.loop.step_values import step_values
 from router_replay.rl.policy import delivery
 from router_replay.rl.policy.delivery import MiniBatch
@@ -47,6 +48,7 @@ class FirstRank:
     ) -> None:
         self._config = config
         self._rollout: Rollout | None = None
+        self._lengths: list[int] = []  # of the sequences of the running step
         self._task = make_task(config.environment, tokenizer, config.seed)
         notes = check_prompt_lengths(self._task, config)
         self.record, changes = record_of(config, self._task, checkpoint, progress.step)
@@ -63,6 +65,7 @@ class FirstRank:
     ) -> None:
         """Open the metrics and start the engine with the weights of `state`. `closing` closes both."""
         config, self._policy, self._display = self._config, policy, display
+        self._speed = Speed(config, policy)
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
@@ -111,6 +114,7 @@ class FirstRank:
         config = self._config
         wanted = config.replay == "r3" or (config.trainer.agreement and self.engine.capabilities.routes)
         samples, numbers = samples_of(episodes, config, wanted)
+        self._lengths = [len(sample) for sample in samples]
         parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, progress.step))
         on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # otherwise only for comparison
         return delivery.plan(parts, ranks, config.trainer.max_tokens, on_missing, self._policy.one_at_a_time)
@@ -126,11 +130,13 @@ class FirstRank:
         logprobs: Sequence[np.ndarray],
         routes: Stats,
         seconds: Mapping[str, float],
+        ranks: Ranks,
     ) -> None:
         """Write and show the metrics of the step that was just done."""
         values = step_values(self._config, self.episodes, figures, logprobs, routes)
         values |= {"version": progress.version, **seconds}
         values["tokens_per_second"] = values["tokens"] / seconds["seconds/step"]
+        values |= self._speed.of_step(self._lengths, seconds, ranks)
         self._writer.write(progress.step - 1, values)
         self._display.step(progress.step - 1, values)
         self._rollout = None

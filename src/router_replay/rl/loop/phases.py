@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import torch
+
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.processes.watch import NoWatch, Watch
 
@@ -40,8 +42,13 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the phase of the block, and add its time to `seconds`; not if the block raises."""
+        """Name the phase of the block, and add its time to `seconds`; not if the block raises.
+
+        The work of the block on a GPU is part of its time.
+        """
         self.say(name)
         started = time.perf_counter()
         yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.seconds[f"seconds/{name}"] = time.perf_counter() - started

@@ -114,7 +114,7 @@ class Run:
         mine = old_and_rollout(minis, scored)
         gaps = self.ranks.gather(mine if self.ranks.piece == 0 else mine[:, :0])  # equal on all ranks of a replica
         if self.first is not None:
-            self.first.report(self.progress, figures, gaps, routes, seconds)
+            self.first.report(self.progress, figures, gaps, routes, seconds, self.ranks)
 
     def save(self) -> None:
         """Write a checkpoint of the current state."""

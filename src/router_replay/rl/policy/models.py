@@ -1,7 +1,7 @@
 """Load models and tokenizers from folders, shard models over the ranks, and collect their weights again.
 
-Master weights are float32. With bfloat16, or more than one rank, FSDP2 holds them: it shards them, and casts what a
-pass needs. One rank in float32 runs the plain model.
+Master weights are float32. With more than one rank FSDP2 holds them: it shards them, and casts what a pass needs. One
+rank runs the plain model, in bfloat16 with copies of the weights (`master_weights.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from router_replay.errors import ConfigError
-from router_replay.forward.router_precision import routers_of_their_own
+from router_replay.forward.experts import use_gathering_experts
+from router_replay.forward.router_precision import compute_routers_in_float32, routers_of_their_own
 from router_replay.rl.config import ModelConfig, tiny_folder
+from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.processes.ranks import Ranks
 
 WEIGHTS = "model.safetensors"
@@ -71,22 +73,50 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
         raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
     if absent := sorted(set(info["missing_keys"])):  # transformers would fill these with random numbers
         raise LoadError(f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}", WEIGHTS)
-    if ranks.world == 1 and config.dtype == "float32":
-        return model.to(ranks.device)
-    return shard(model, config, ranks)
+    use_gathering_experts(model)
+    return model.to(ranks.device) if ranks.world == 1 else shard(model, config, ranks)
+
+
+def weights_of(model: Any, config: ModelConfig, ranks: Ranks) -> Weights:
+    """Return what lets `model`, a result of `load_model`, compute in `config.dtype`."""
+    if ranks.world > 1 or config.dtype == "float32":  # FSDP2 casts by itself, and float32 needs no cast
+        return Weights()
+    kept: tuple[Any, ...] = ()
+    if config.router_dtype == "float32":
+        compute_routers_in_float32(model)
+        kept = tuple(routers_of_their_own(model))
+    return MasterWeights(model, getattr(torch, config.dtype), kept)
+
+
+def compile_layers(model: Any, **options: Any) -> None:
+    """Compile each decoder layer by itself. All layers of one kind share one graph, with any number of tokens.
+
+    `options` go to torch.compile.
+    """
+    for layer in _layers(model):
+        layer.compile(dynamic=True, **options)  # bins differ in their number of tokens
+
+
+def _layers(model: Any) -> list[Any]:
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if _plain_name(module) in kinds]
+
+
+def _plain_name(module: Any) -> str:
+    """Return the name of the module's class; FSDP2 puts a class of its own in front of it."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")).__name__
 
 
 def shard(model: Any, config: ModelConfig, ranks: Ranks) -> Any:
     """Shard the model with FSDP2 over all ranks, one unit per decoder layer; float32 routers are units of their own."""
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(ranks.device.type, (ranks.world,))
-    units = set(getattr(model, "_no_split_modules", None) or ())
     model.to(ranks.device)
     if config.router_dtype == "float32" and config.dtype != "float32":
         for router in routers_of_their_own(model):  # FSDP2 casts what they are given to this dtype
             fully_shard(router, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
-    for module in [module for module in model.modules() if type(module).__name__ in units]:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     return model
 

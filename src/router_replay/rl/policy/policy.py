@@ -26,15 +26,13 @@ from router_replay.errors import TrainError
 from router_replay.forward import Ulysses, logprobs, use_packed_attention
 from router_replay.forward.attention import attention_of
 from router_replay.forward.packing import why_not_packed
-from router_replay.measure import route_agreement
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Slots, Totals, policy_loss
-from router_replay.rl.policy.models import load_model, model_folder
+from router_replay.rl.policy.models import compile_layers, load_model, model_folder, weights_of
 from router_replay.rl.processes.ranks import Ranks
-from router_replay.routes import Routes
 
 
 class NotFiniteError(TrainError):
@@ -59,21 +57,26 @@ class Policy:
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
         self._config, self._ranks = config, ranks
         self.model = load_model(folder, config.model, ranks)
+        self._weights = weights_of(self.model, config.model, ranks)
         self.replayer = RouterReplay(self.model)
         self.one_at_a_time = bool(why_not_packed(self.model))
         self._ulysses, self.attention = _attend(self.model, config, ranks)
         if config.model.gradient_checkpointing != "off":
             reentrant = config.model.gradient_checkpointing == "reentrant"
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if config.trainer.compile:
+            compile_layers(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             weight_decay=config.optimizer.weight_decay,
+            fused=True,  # one kernel for all weights, on CPUs too
         )
         self.updates = 0
         self._counted = self.replayer.stats
-        self._beside: list[Stats] = []  # counts that the replayer does not have: passes without replay, and comparisons
+        self._beside: list[Stats] = []  # passes without replay, which the replayer does not count
+        self._forget_comparisons()
         self._reference = _Reference(config, ranks) if config.reference.kl else None
 
     # -- the two passes -------------------------------------------------------------------------
@@ -82,7 +85,8 @@ class Policy:
     def score(self, mini: MiniBatch) -> list[Scored]:
         """Compute the log-probs of the old policy, and of the reference model, for every micro-batch."""
         self.model.eval()
-        return [self._score(micro) for micro in mini.micro]
+        with self._weights.computing():
+            return [self._score(micro) for micro in mini.micro]
 
     def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
         """Make one optimizer step over the mini-batch, and return its loss and other figures for the metrics.
@@ -94,19 +98,19 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals(mini.tokens, mini.sequences, config.longest_response)
         loss_sum, sums = torch.zeros((), device=ranks.device), None
-        for micro, old in zip(mini.micro, scored, strict=True):
-            ranks.watch.beat()
-            with self._replaying(micro, old.routes):
-                slots = _slots(self._logprobs(micro), micro, old, ranks.device)
-                loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
-                (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
-            loss_sum = loss_sum + loss.detach()
-            sums = found if sums is None else sums + found
+        with self._weights.computing():
+            for micro, old in zip(mini.micro, scored, strict=True):
+                ranks.watch.beat()
+                with self._replaying(micro, old.routes):
+                    slots = _slots(self._logprobs(micro), micro, old, ranks.device)
+                    loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
+                    (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
+                loss_sum = loss_sum + loss.detach()
+                sums = found if sums is None else sums + found
         assert sums is not None
-        figures = self._summed(loss_sum, sums)
-        self._refuse_not_finite("loss", figures["loss"])
-        figures["grad_norm"] = self._clip()
-        self._refuse_not_finite("grad_norm", figures["grad_norm"])
+        figures = self._figures(loss_sum, sums, self._clip())
+        for name in ("loss", "grad_norm"):
+            self._refuse_not_finite(name, figures[name])
         figures["lr"] = self._step()
         return figures
 
@@ -116,10 +120,19 @@ class Policy:
         Call it once per step.
         """
         stats, beside = self.replayer.stats, self._beside
+        if rows := self._rows_compared:
+            shares = [agreed / rows for agreed in self._agreed_L.tolist()]
+            beside.append(Stats.compared(stats.layers, rows, shares))
         found = sum(beside, start=stats.since(self._counted))
         self._counted, self._beside = stats, []
+        self._forget_comparisons()
         summed = self._ranks.sum(torch.tensor(found.counts(), device=self._ranks.device))
         return Stats.from_counts(found.layers, summed.tolist())
+
+    def _forget_comparisons(self) -> None:
+        """Start to count anew in how many rows the engine and a model without replay chose the same experts."""
+        self._rows_compared = 0
+        self._agreed_L = torch.zeros(len(self.replayer.spec.layers), dtype=torch.int64, device=self._ranks.device)
 
     def _score(self, micro: LocalBatch) -> Scored:
         self._ranks.watch.beat()
@@ -131,8 +144,8 @@ class Policy:
         else:
             with self.replayer.record() as recording, self._replaying(micro, None):
                 old = self._logprobs(micro)
-            if self._config.trainer.agreement and micro.routes is not None and micro.routes.captured.any():
-                self._compare(micro.routes, recording.routes)
+            if self._config.trainer.agreement and micro.routes is not None:
+                self._compare(micro, recording.tensors)
             if self._config.replay == "r2":
                 routes = recording.tensors
         reference = None if self._reference is None else self._reference.logprobs(micro, routes)
@@ -157,17 +170,27 @@ class Policy:
         with self.replayer.replay(routes, on_missing=on_missing, loss_mask=micro.label_mask, agreement=agreement):
             yield
 
-    def _compare(self, engine: Routes, own: Routes) -> None:
-        found = route_agreement(engine, own)
-        self._beside.append(Stats.compared(engine.spec.layers, found.rows, found.per_layer.tolist()))
+    def _compare(self, micro: LocalBatch, own: TensorRoutes) -> None:
+        """Count on the device in how many rows the engine's experts equal the model's own, per layer."""
+        assert micro.routes is not None
+        engine = micro.to_torch(own.device).routes
+        assert engine is not None
+        theirs, mine = (ids_TLK.to(torch.int32).sort(-1).values for ids_TLK in (engine.ids, own.ids))
+        same_TL = (theirs == mine).all(-1) & engine.captured[:, None]
+        self._agreed_L = self._agreed_L + same_TL.sum(0)
+        self._rows_compared += int(micro.routes.captured.sum())
 
-    def _summed(self, loss: torch.Tensor, sums: LossSums) -> dict[str, float]:
-        """Return means over the mini-batch on all ranks. Ranks that share sequences all computed the same loss."""
+    def _figures(self, loss: torch.Tensor, sums: LossSums, norm: torch.Tensor) -> dict[str, float]:
+        """Return means over the mini-batch on all ranks, and the norm of the gradient.
+
+        This is the only place where an update waits for the device. Ranks that share sequences all computed the same
+        loss.
+        """
         ranks = self._ranks
         names = [field.name for field in dataclasses.fields(sums)]
         values = torch.stack([loss, *(getattr(sums, name).to(loss.dtype) for name in names)])
         values = ranks.sum(values if ranks.piece == 0 else torch.zeros_like(values))
-        total, *rest = values.tolist()
+        total, *rest, norm_value = torch.cat([values, norm.reshape(1).to(values.dtype)]).tolist()
         by_name = dict(zip(names, rest, strict=True))
         tokens = max(1.0, by_name["tokens"])
         return {
@@ -177,11 +200,13 @@ class Policy:
             "entropy": by_name["entropy"] / tokens,
             "reference_kl": by_name["kl"] / tokens,
             "truncated_fraction": by_name["truncated"] / tokens,
+            "grad_norm": norm_value,
         }
 
-    def _clip(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients and return their norm before that."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _step(self) -> float:
         optimizer = self._config.optimizer
@@ -189,6 +214,7 @@ class Policy:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self._weights.changed()
         self.updates += 1
         return rate
 
@@ -207,6 +233,7 @@ class _Reference:
         self._config, self._ranks = config, ranks
         self._model = load_model(model_folder(config.reference.path or config.model.path), config.model, ranks)
         self._model.requires_grad_(False).eval()
+        self._weights = weights_of(self._model, config.model, ranks)
         self._replayer = RouterReplay(self._model)
         self._ulysses, _ = _attend(self._model, config, ranks)
 
@@ -214,7 +241,7 @@ class _Reference:
         block: Any = contextlib.nullcontext()
         if routes is not None and self._config.reference.replay:
             block = self._replayer.replay(routes, on_missing="live")
-        with block:
+        with block, self._weights.computing():
             return whole_logprobs(self._model, micro, self._ranks, self._ulysses, self._config.rollout.temperature)
 
 

@@ -116,14 +116,12 @@ def world_size() -> int:
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Join the other processes. A single process also needs a process group if FSDP2 holds its master weights."""
+    """Join the other processes. A single process needs no process group."""
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world == 1:
-        if config.model.dtype != "float32" and not dist.is_initialized():
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return Ranks(rank, world, config.trainer.ulysses, device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(config.trainer.rank_timeout)
     watch = Watch(_own_part(store), rank, world, config.trainer.rank_timeout)
     try:

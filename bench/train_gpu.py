@@ -1,0 +1,234 @@
+"""Measure the trainer's score + update on a GPU against commit 1b089bf, in turns in one run.
+
+    python -m bench.train_gpu                                     # one GPU; the base comes from git
+    python -m bench.train_gpu --base FOLDER                       # without git: FOLDER holds router_replay of 1b089bf
+    python -m bench.train_gpu --compile --profile --syncs         # and compiled; the kernels; where the CPU waited
+    python -m bench.train_gpu --device cpu --tiny --rounds 2      # a check that all of it runs
+
+The model is that of `router-replay make-model --size gpu` with random weights (446M parameters, 16 layers, 8 of 64
+experts, bf16). `long` is 64 sequences of 1,024 tokens in bins of 16,384 slots, `short` 1,024 sequences of 12, both with
+random routes and 4 mini-batches. Every version and mode is a process of its own; in each round all of them run one
+step, one after the other. Ratios are medians over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from typing import Any
+
+import torch
+
+from bench.train_step import MARK
+from router_replay.rl.policy.operations import Operations, peak_of
+from router_replay.spec import RouterSpec
+
+BASE = "1b089bf"
+GOALS = {"long": 2.5, "short": 1.5}
+R3_LIMIT = 1.02
+HERE = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Process:
+    """A worker with one version of the package."""
+
+    def __init__(self, name: str, source: pathlib.Path, job: dict[str, Any]) -> None:
+        self.name, self.compiled = name, "compiled" in name
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, str(HERE / "bench" / "train_step.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=source
+        )
+        self._write(job)
+        self._read()
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        self._write(what)
+        return self._read()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return dict(json.loads(line.removeprefix(MARK)))
+        raise RuntimeError(f"the process of {self.name!r} ended with {self._process.wait()}; its error is above")
+
+
+def base_source(given: str | None, folder: pathlib.Path) -> pathlib.Path | None:
+    """Return the folder with the package at BASE, or None if there is neither a folder nor git."""
+    if given:
+        return pathlib.Path(given).resolve()
+    done = subprocess.run(["git", "archive", BASE, "src"], cwd=HERE, capture_output=True, check=False)
+    if done.returncode:
+        print(f"not compared with {BASE}: {done.stderr.decode().strip()}. Pass --base FOLDER")
+        return None
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "src"
+
+
+def make_model(folder: pathlib.Path, tiny: bool) -> tuple[Operations, int]:
+    """Write the model with random weights; return its operation count and its number of parameters."""
+    from transformers import Qwen3MoeForCausalLM
+
+    from router_replay.recipes.tiny.model import make_config, recipe_for
+
+    config = make_config(recipe_for("tiny" if tiny else "gpu"))
+    config.max_position_embeddings = 4096
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
+    with torch.device(device):
+        model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(folder)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return Operations(model, RouterSpec.from_config(config)), size
+
+
+def settings(arguments: argparse.Namespace, model: pathlib.Path, more: list[str]) -> list[str]:
+    return [
+        f"model.path={model}", f"model.dtype={arguments.dtype}", f"model.device={arguments.device}",
+        f"output={model.parent / 'out'}", "engine.kind=embedded", f"trainer.max_tokens={arguments.tokens}",
+        "optimizer.lr=1e-6", "optimizer.mini_batches=4", *more,
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="the tiny model and short sequences, as a check")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, default=16384, help="slots of a packed pass")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--base", help=f"a folder that holds the package router_replay of {BASE}")
+    parser.add_argument("--compile", action="store_true", help="also measure trainer.compile = true")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the new version")
+    parser.add_argument("--profile", action="store_true", help="print torch's table of kernels, new version with R3")
+    parser.add_argument("--syncs", action="store_true", help="print where the new version with R3 waits for the GPU")
+    parser.add_argument("--out", help="write all figures to this JSON file")
+    arguments = parser.parse_args()
+    lengths = {"long": (64, 1024), "short": (1024, 12)} if not arguments.tiny else {"long": (8, 64), "short": (16, 12)}
+    workloads = {name: {"sequences": count, "length": length} for name, (count, length) in lengths.items()}
+    with tempfile.TemporaryDirectory() as temporary:
+        root = pathlib.Path(temporary)
+        operations, size = make_model(root / "model", arguments.tiny)
+        base = base_source(arguments.base, root / "base")
+        modes = {"new, R3": ["replay=r3"], "new, off": ["replay=off"]}
+        if arguments.compile:
+            modes["new, R3, compiled"] = ["replay=r3", "trainer.compile=true"]
+            modes["new, off, compiled"] = ["replay=off", "trainer.compile=true"]
+        threads = 1 if arguments.device == "cpu" else 8
+
+        def start(name: str, source: pathlib.Path, more: list[str]) -> Process:
+            job = {"settings": settings(arguments, root / "model", more), "workloads": workloads, "threads": threads}
+            return Process(name, source, job)
+
+        processes = [start(name, HERE / "src", [*more, *arguments.set]) for name, more in modes.items()]
+        if base is not None:
+            processes.insert(0, start(f"{BASE}, R3", base, ["replay=r3"]))
+        where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {threads} thread"
+        print(f"\n{size / 1e6:.0f}M parameters, {arguments.dtype}, {where}, {arguments.rounds} rounds")
+        figures, missed = {}, False
+        for name, (count, length) in lengths.items():
+            taken = measure(processes, name, arguments)
+            figures[name] = taken
+            print(f"\n{name}: {count:,} sequences of {length:,} tokens, bins of {arguments.tokens:,}, 4 mini-batches\n")
+            missed |= show(taken, name, operations.step([length] * count), count * length, arguments)
+        by_name = {process.name: process for process in processes}
+        for name in lengths if arguments.syncs and arguments.device == "cuda" else ():
+            print(f"\nwhere {name} waits for the GPU, new, R3:")
+            print("\n".join(by_name["new, R3"].ask(do="syncs", workload=name)["places"]) or "nowhere")
+        for name in lengths if arguments.profile else ():
+            for one in [one for one in ("new, R3", "new, R3, compiled") if one in by_name]:
+                print(f"\nprofile of {name}, {one}:\n{by_name[one].ask(do='profile', workload=name)['table']}")
+        for process in processes:
+            process.close()
+        more = ["replay=r3", "model.gradient_checkpointing=non_reentrant", *arguments.set]
+        checkpointed = start("new, R3, checkpointing", HERE / "src", more)
+        show_memory(checkpointed, figures, lengths)
+        checkpointed.close()
+    if arguments.out:
+        pathlib.Path(arguments.out).write_text(json.dumps(figures, indent=1))
+    return int(missed and not arguments.tiny)
+
+
+def measure(processes: list[Process], name: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    taken: dict[str, list[dict[str, float]]] = {process.name: [] for process in processes}
+    for number in range(arguments.warm_up + arguments.rounds):
+        shift = number % len(processes)
+        for process in processes[shift:] + processes[:shift]:  # none always follows the same one
+            found = process.ask(do="step", workload=name)
+            if number >= arguments.warm_up:
+                taken[process.name].append(found)
+    return taken
+
+
+def show(
+    taken: dict[str, list[dict[str, float]]], name: str, operations: float, tokens: int, arguments: argparse.Namespace
+) -> bool:
+    """Print the table of one workload; return whether a goal is missed."""
+    peak = peak_of(torch.device(arguments.device))
+    first = next(iter(taken))
+    print(f"| version | score, ms | update, ms | tokens/s | TFLOP/s | of the peak | against {first} | peak memory |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    whole = {which: [one["score"] + one["update"] for one in rounds] for which, rounds in taken.items()}
+
+    def faster(than: str, which: str) -> float:
+        return statistics.median(a / b for a, b in zip(whole[than], whole[which], strict=True))
+
+    for which, rounds in taken.items():
+        seconds = statistics.median(whole[which])
+        score, update = (statistics.median(one[part] for one in rounds) * 1e3 for part in ("score", "update"))
+        share = f"{operations / seconds / peak:.1%}" if peak else "unknown"
+        memory = max(one["peak_bytes"] for one in rounds) / 2**30
+        print(
+            f"| {which} | {score:.1f} | {update:.1f} | {tokens / seconds:,.0f} | {operations / seconds / 1e12:.1f} | "
+            f"{share} | {faster(first, which):.2f}x | {memory:.2f} GiB |"
+        )
+    missed = False
+    if first.startswith(BASE):
+        best = max((faster(first, which), which) for which in taken if "R3" in which and which != first)
+        missed = best[0] < GOALS[name]
+        print(f"\n{best[1]}: {best[0]:.2f}x of {BASE} (goal {GOALS[name]}x): {'MISSED' if missed else 'kept'}")
+    for suffix in ("", ", compiled"):
+        if f"new, off{suffix}" in taken:
+            cost = faster(f"new, R3{suffix}", f"new, off{suffix}")  # the time of R3 over that of off
+            missed |= cost > R3_LIMIT
+            verdict = "MISSED" if cost > R3_LIMIT else "kept"
+            print(f"R3 costs {cost:.3f}x of off{suffix} (limit {R3_LIMIT}x): {verdict}")
+    return missed
+
+
+def show_memory(process: Process, figures: dict[str, Any], lengths: dict[str, tuple[int, int]]) -> None:
+    for name, (count, length) in lengths.items():
+        for _ in range(2):
+            found = process.ask(do="step", workload=name)
+        figures[f"{name}, checkpointing"] = found
+        size = found["peak_bytes"]
+        tokens = count * length / 4  # of one mini-batch
+        print(
+            f"\n{name} with checkpointing: peak {size / 2**30:.2f} GiB, {size / tokens / 2**10:.1f} KiB per token of a "
+            f"mini-batch, weights and optimizer included; step {found['score'] + found['update']:.3f} s"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Run training steps of one version of this package on request: the worker process of `bench.train_gpu`.
+
+The same file works with the package at commit 1b089bf and with this one; PYTHONPATH says which. It reads one JSON
+object per line from stdin and answers each with one line that begins with MARK.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+MARK = "@@ "
+
+
+def first_of(*names: str) -> Any:
+    """Import the first of these modules that exists."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(str(error.name)):
+                raise
+    raise ModuleNotFoundError(f"none of {names}")
+
+
+class Worker:
+    """Holds a policy, and the mini-batches of each workload."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        config = importlib.import_module("router_replay.rl.config")
+        ranks = first_of("router_replay.rl.processes.ranks", "router_replay.rl.ranks")
+        policies = first_of("router_replay.rl.policy.policy", "router_replay.rl.policy")
+        self._delivery = first_of("router_replay.rl.policy.delivery", "router_replay.rl.delivery")
+        models = first_of("router_replay.rl.policy.models", "router_replay.rl.models")
+        torch.set_num_threads(job["threads"])
+        self._job = job
+        self._config = config.load_config(None, job["settings"])
+        self._here = ranks.join(self._config)
+        self.policy = policies.Policy(self._config, self._here, models.model_folder(self._config.model.path))
+        self._minis = {name: self._planned(**shape) for name, shape in job["workloads"].items()}
+
+    def _planned(self, sequences: int, length: int) -> Any:
+        from router_replay import Routes, Sample
+
+        rng = np.random.default_rng(0)
+        spec = self.policy.replayer.spec
+        vocabulary = self.policy.model.config.vocab_size
+        samples = []
+        for number in range(sequences):
+            scores = rng.random((length, len(spec.layers), spec.num_experts), np.float32)
+            ids = np.argsort(scores, axis=-1)[..., : spec.top_k]
+            captured = np.arange(length) < length - 1  # no engine forwards the last token
+            routes = Routes(ids.astype(spec.dtype), spec, captured=captured)
+            tokens = rng.integers(2, vocabulary, length)
+            mask = np.arange(length) >= length // 2
+            samples.append(Sample(tokens, np.full(length, -3.0, np.float32), mask, routes, float(number % 2) - 0.5))
+        parts = self._delivery.split(samples, range(sequences), self._config.optimizer.mini_batches, (0, 0))
+        return self._delivery.plan(parts, self._here, self._config.trainer.max_tokens, "raise")[0]
+
+    def step(self, workload: str) -> dict[str, float]:
+        """Time score and update of one whole step."""
+        minis = self._minis[workload]
+        cuda = self._here.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        before = self._now()
+        scored = [self.policy.score(mini) for mini in minis]
+        middle = self._now()
+        figures = [self.policy.update(mini, old) for mini, old in zip(minis, scored, strict=True)]
+        after = self._now()
+        self.policy.route_counts()
+        return {
+            "score": middle - before,
+            "update": after - middle,
+            "peak_bytes": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+            "grad_norm": figures[-1]["grad_norm"],
+        }
+
+    def _now(self) -> float:
+        if self._here.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def profile(self, workload: str) -> dict[str, str]:
+        """Return torch's table of kernels of one step."""
+        cuda = self._here.device.type == "cuda"
+        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+        with torch.profiler.profile(activities=kinds) as profile:
+            self.step(workload)
+        averages = profile.key_averages()
+        tables = [averages.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)]
+        if cuda:
+            tables.insert(0, averages.table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60))
+        return {"table": "\n".join(tables)}
+
+    def syncs(self, workload: str) -> dict[str, list[str]]:
+        """Return the places at which one step waits for the GPU, with how often."""
+        import collections
+        import traceback
+        import warnings
+
+        found: collections.Counter[str] = collections.Counter()
+
+        def note(message: Any, *_: Any, **__: Any) -> None:
+            if "synchroniz" in str(message):
+                frames = [
+                    f for f in traceback.extract_stack() if "router_replay" in f.filename or "transf" in f.filename
+                ]
+                found[" < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in frames[:-4:-1])] += 1
+
+        torch.cuda.set_sync_debug_mode("warn")
+        before, warnings.showwarning = warnings.showwarning, note
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.showwarning = note
+                self.step(workload)
+        finally:
+            warnings.showwarning = before
+            torch.cuda.set_sync_debug_mode("default")
+        return {"places": [f"{count} x {place}" for place, count in found.most_common()]}
+
+
+def main() -> None:
+    worker = Worker(json.loads(sys.stdin.readline()))
+    print(MARK + "{}", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = getattr(worker, asked.pop("do"))(**asked)
+        print(MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
