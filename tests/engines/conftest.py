@@ -122,6 +122,11 @@ async def midway(
     raise AssertionError("never had all requests some tokens, and none all of them")
 
 
+def ended_before(landed: list[list[Completion]]) -> bool:
+    """For `too_late` of a swap that keeps requests: one of them ended before the weights changed."""
+    return any(bool((sample.versions == 0).all()) for samples in landed for sample in samples)
+
+
 async def until_sampled(sampled: Sampled, tokens: float, tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Return when the engine has sampled this many tokens, or when one of its tasks has ended."""
     while not any(task.done() for task in tasks) and await asyncio.to_thread(sampled) < tokens:

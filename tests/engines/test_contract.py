@@ -14,7 +14,18 @@ from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.errors import EngineError
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-from tests.engines.conftest import GREEDY, LONG, PROMPT_TOKENS, Checkpoints, Sampled, midway, one, prompt, same
+from tests.engines.conftest import (
+    GREEDY,
+    LONG,
+    PROMPT_TOKENS,
+    Checkpoints,
+    Sampled,
+    ended_before,
+    midway,
+    one,
+    prompt,
+    same,
+)
 from tests.makers import random_routes
 
 
@@ -353,7 +364,7 @@ def test_a_swap_that_keeps_requests_says_which_version_sampled_each_token(
     def swap_back() -> None:
         engine.update_weights(checkpoints.a, 0)
 
-    [[completion]] = run(midway(engine, [Request(prompt(), LONG)], swap, swap_back, sampled=sampled))
+    [[completion]] = run(midway(engine, [Request(prompt(), LONG)], swap, swap_back, ended_before, sampled))
     old = int((completion.versions == 0).sum())
     assert 0 < old < 150
     assert completion.finish_reason == "length"

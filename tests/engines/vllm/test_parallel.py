@@ -21,6 +21,7 @@ from tests.engines.conftest import (
     PROMPT_TOKENS,
     SHAPE,
     Checkpoints,
+    ended_before,
     environment,
     midway,
     prompt,
@@ -116,6 +117,7 @@ def test_a_swap_that_keeps_requests_knows_the_progress_of_every_rank(
             requests,
             lambda: engine.update_weights(checkpoints.b, 1, "keep"),
             lambda: engine.update_weights(checkpoints.a, 0),
+            too_late=ended_before,
         )
     )
     for seed, samples in enumerate(landed):
@@ -124,4 +126,4 @@ def test_a_swap_that_keeps_requests_knows_the_progress_of_every_rank(
             assert 0 < old < 150
             assert completion.versions.tolist() == [0] * old + [1] * (150 - old)
             gap = np.abs(trainer.logprobs(checkpoints.a, prompt(seed), completion) - completion.logprobs)
-            assert gap[:old].max() < 1e-4 < gap[old : old + 3].max()
+            assert gap[:old].max() < 1e-3 < gap[old : old + 3].max()

@@ -23,6 +23,7 @@ from tests.engines.conftest import (
     PROMPT_TOKENS,
     Checkpoints,
     Trainer,
+    ended_before,
     midway,
     prompt,
     start_server,
@@ -98,6 +99,7 @@ def test_requests_of_both_ranks_that_are_kept_say_where_the_weights_changed(
             [Request(prompt(seed), LONG) for seed in range(4)],
             lambda: engine.update_weights(checkpoints.b, 1, "keep"),
             lambda: engine.update_weights(checkpoints.a, 0),
+            too_late=ended_before,
         )
     )
     assert min(counted(engine, "weight_updates")) > 0
@@ -105,7 +107,7 @@ def test_requests_of_both_ranks_that_are_kept_say_where_the_weights_changed(
         old = int((completion.versions == 0).sum())
         assert completion.versions.tolist() == [0] * old + [1] * (150 - old)
         gap = np.abs(trainer.logprobs(checkpoints.a, prompt(seed), completion) - completion.logprobs)
-        assert gap[:old].max() < 1e-4 < gap[old : old + 3].max()
+        assert gap[:old].max() < 1e-3 < gap[old : old + 3].max()
 
 
 def test_new_weights_reach_both_ranks(engine: Engine, checkpoints: Checkpoints, trainer: Trainer) -> None:
