@@ -54,7 +54,9 @@ def test_a_second_run_is_refused_while_the_first_one_works(make_config: Callable
 
 
 def test_a_forked_child_does_not_keep_the_folder_when_its_parent_is_killed(tmp_path: pathlib.Path) -> None:
-    fork = "import os\n    if os.fork() == 0:\n        time.sleep(600)\n    print"
+    # The child says when it runs: before that, it may not have let go of the lock yet.
+    fork = "import os\n    read, write = os.pipe()\n    if os.fork() == 0:\n        os.write(write, b'.')\n        "
+    fork += "time.sleep(600)\n    os.read(read, 1)\n    print"
     script = HOLDER.replace("print", fork)
     holder = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
