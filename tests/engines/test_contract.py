@@ -256,7 +256,8 @@ def test_a_pause_ends_or_waits_for_its_requests_as_asked(
             [Request(prompt(), LONG)],
             lambda: engine.pause(in_flight),
             lambda: engine.resume(),
-            sampled=sampled,
+            lambda landed: in_flight == "abort" and landed[0][0].finish_reason == "length",
+            sampled,
         )
         if in_flight == "abort":
             assert completion.finish_reason == "abort"

@@ -261,9 +261,11 @@ def test_an_abort_in_development_mode_returns_what_was_sampled(generate: Engine)
 
 @pytest.mark.parametrize("in_flight", ["abort", "wait"])
 def test_a_pause_in_development_mode(generate: Engine, in_flight: Any) -> None:
-    contract.test_a_pause_ends_or_waits_for_its_requests_as_asked(generate, None, in_flight)
-    contract.test_a_paused_engine_keeps_its_requests(generate)
-    generate.resume()
+    try:
+        contract.test_a_pause_ends_or_waits_for_its_requests_as_asked(generate, None, in_flight)
+        contract.test_a_paused_engine_keeps_its_requests(generate)
+    finally:
+        generate.resume()  # a server that stays paused would hold the requests of all later tests
 
 
 def test_a_server_without_a_pause_waits_and_aborts(completions: Engine) -> None:
