@@ -130,20 +130,20 @@ def attention(
     if kernel == "segments":
         found = _segments(query_1HTD, key_1GTD, value_1GTD, sequences, _Rule(scale, window, softcap, sinks))
         return found[None]
-    compute = _varlen if kernel == "varlen" else _flash
     size, value_size = query_1HTD.shape[-1], value_1GTD.shape[-1]
     wide = max(-(-size // 8) * 8, value_size)  # these kernels take one head size, a multiple of 8
     query, key, value = (
         pad(part[0].transpose(0, 1), (0, wide - part.shape[-1])) if part.shape[-1] != wide else part[0].transpose(0, 1)
         for part in (query_1HTD, key_1GTD, value_1GTD)
     )
-    return compute(query, key, value, sequences, scale, window)[None, :, :, :value_size]
+    return _by_lengths(kernel, query, key, value, sequences, scale, window)[None, :, :, :value_size]
 
 
 # -- kernels over cumulative lengths ----------------------------------------------------------------
 
 
-def _varlen(
+def _by_lengths(
+    kernel: str,
     query_THD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
@@ -151,28 +151,14 @@ def _varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    ends, longest = sequences.cumulative, sequences.longest
-    left = -1 if window is None else window - 1
-    return varlen_attn(
-        query_THD, key_TGD, value_TGD, ends, ends, longest, longest, scale=scale, window_size=(left, 0), **_FEWER_KEYS
-    )
-
-
-def _flash(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    borders = (sequences.cumulative, sequences.cumulative, sequences.longest, sequences.longest)
+    sides = (-1 if window is None else window - 1, 0)  # how many slots are seen to the left and to the right
+    if kernel == "varlen":
+        more = {"scale": scale, "window_size": sides, **_FEWER_KEYS}
+        return varlen_attn(query_THD, key_TGD, value_TGD, *borders, **more)
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    ends, longest = sequences.cumulative, sequences.longest
-    left = -1 if window is None else window - 1
-    return flash_attn_varlen_func(
-        query_THD, key_TGD, value_TGD, ends, ends, longest, longest, 0.0, scale, causal=True, window_size=(left, 0)
-    )
+    return flash_attn_varlen_func(query_THD, key_TGD, value_TGD, *borders, 0.0, scale, causal=True, window_size=sides)
 
 
 @functools.cache

@@ -2,8 +2,7 @@
 
 vLLM's worker keeps the rows of every request in blocks, as the KV cache keeps its tokens. After each step it copies the
 new rows into these blocks and wraps each in an object, which the scheduler unwraps. Before each step the scheduler
-describes every request to the worker. All of this is Python for each request and step, and took a third of a step of
-256 requests.
+describes every request to the worker. All of this is Python code that runs for each request in each step.
 
 Here a request that decodes one token per step has an entry in two arrays: the position of its next row, and the block
 that receives it. A step of such requests costs a few array operations. vLLM's own records of such a request (cursors,
@@ -161,7 +160,6 @@ class Decoding:
     def take(self, names: Iterable[str]) -> None:
         """Take over the requests whose rows so far are all stored and sent."""
         buffer = self._worker._buffer
-        self._last = [], self._position[:0]
         for name in names:
             state, tail = self._worker._requests[name], buffer._requests.get(name)
             position = state.capture_cursor
@@ -173,6 +171,7 @@ class Decoding:
             if not self._free:
                 self._grow()
             place = self._places[name] = self._free.pop()
+            self._last = [], self._position[:0]
             self._position[place] = position
             self._block[place] = tail.slot if tail is not None else -1
 
@@ -196,11 +195,11 @@ class Decoding:
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop these requests."""
-        self._last = [], self._position[:0]
         for name in names:
             place = self._places.pop(name, None)
             if place is not None:
                 self._free.append(place)
+                self._last = [], self._position[:0]
 
     def _grow(self) -> None:
         size = len(self._position)
