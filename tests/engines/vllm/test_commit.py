@@ -229,3 +229,13 @@ def test_the_rows_of_a_step_survive_the_way_to_another_process() -> None:
     arrived = pickle.loads(pickle.dumps(step))
     assert [one.rows.tolist() for one in arrived.values()] == [step["a"].rows.tolist(), step["b"].rows.tolist()]
     assert [one.token_start for one in arrived.values()] == [5, 5]
+
+
+def test_a_request_that_ended_is_not_taken_for_one_that_decodes() -> None:
+    """It may come again in a step with the same requests, after a preemption."""
+    worker = aux_worker.storing(OurWorker, *SHAPE)
+    decoded(worker, 3)
+    worker._teardown(["a"])
+    ended, decoding = worker.router_replay_decoding._places_of(["a", "b"]).tolist()
+    assert ended == -1
+    assert decoding >= 0
