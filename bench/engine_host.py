@@ -47,7 +47,8 @@ class Cost:
     """Hold the cost of one turn in seconds; `step` and `gpu_step` are the lower quartiles of its pure decode steps.
 
     `turn` is the time that the client waited, in which every pure decode step counts as much as the lower quartile, so
-    that pauses of the machine in some of them are left out. `wait` is the same time as it was measured.
+    that pauses of the machine in some of them are left out. `wait` is the same time as it was measured. `parts` are the
+    medians of what the engine core does in a pure decode step.
     """
 
     turn: float
@@ -60,6 +61,7 @@ class Cost:
     steps: int
     decode_steps: int
     compiled: int = 0
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Host:
@@ -206,6 +208,9 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
         steps=len(start),
         decode_steps=int(decodes.sum()),
         compiled=steps["compiled"],
+        parts={name: float(np.median(np.asarray(taken)[decodes])) for name, taken in steps["parts"].items()}
+        if decodes.any()
+        else {},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import time
@@ -13,6 +14,13 @@ from typing import Any
 import torch
 
 PROBE = "bench.engine_probe.StepProbe"
+# The parts of a step of the engine core, in their order. What is in none of them receives and sends messages.
+PARTS = ("forward", "sample", "wait", "output", "update", "schedule")
+# The classes whose `get_output` waits for the GPU, and their attribute with the event that it waits for.
+OUTPUTS = (
+    ("vllm.v1.worker.gpu.async_utils", "AsyncOutput", "copy_event"),
+    ("vllm.v1.worker.gpu_model_runner", "AsyncGPUModelRunnerOutput", "async_copy_ready_event"),
+)
 
 
 class StepProbe:
@@ -32,6 +40,7 @@ class StepProbe:
         if not hasattr(self, "bench_steps"):
             pin_threads()
             self._bench_counting_compilations()
+            self._bench_timing_parts()
             runner.execute_model = self._bench_starting(runner.execute_model)
             if hasattr(runner, "sample_tokens"):
                 runner.sample_tokens = self._bench_ending(runner.sample_tokens)
@@ -53,7 +62,49 @@ class StepProbe:
             "tokens": [step["tokens"] for step in steps],
             "requests": [step["requests"] for step in steps],
             "gpu": [_gpu_seconds(step) for step in steps],
+            "parts": {name: [step["parts"].get(name, 0.0) for step in steps] for name in PARTS},
         }
+
+    def _bench_timing_parts(self) -> None:
+        """Time the calls that the engine core makes in a step. It is in this process if there is one worker."""
+        core_type = importlib.import_module("vllm.v1.engine.core").EngineCore
+        core = next((found for found in gc.get_objects() if isinstance(found, core_type)), None)
+        if core is None:
+            return
+        for owner, method, part in (
+            (core.model_executor, "execute_model", "forward"),
+            (core.model_executor, "sample_tokens", "sample"),
+            (core.scheduler, "update_from_output", "update"),
+            (core.scheduler, "schedule", "schedule"),
+        ):
+            setattr(owner, method, self._bench_timed(getattr(owner, method), part))
+        for module, name, event in OUTPUTS:
+            with contextlib.suppress(ImportError, AttributeError):
+                kind = getattr(importlib.import_module(module), name)
+                wait = self._bench_timed(_waiting(event), "wait")
+                kind.get_output = self._bench_output(wait, self._bench_timed(kind.get_output, "output"))
+
+    def _bench_timed(self, original: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(*arguments: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            result = original(*arguments, **more)
+            if self.bench_steps:
+                parts = self.bench_steps[-1]["parts"]
+                parts[part] = parts.get(part, 0.0) + time.perf_counter() - started
+            return result
+
+        return timed
+
+    @staticmethod
+    def _bench_output(wait: Callable[[Any], None], rest: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wait for the GPU first, so that the time of the original method has no waiting in it."""
+
+        def get_output(output: Any) -> Any:
+            wait(output)
+            return rest(output)
+
+        return get_output
 
     def _bench_counting_compilations(self) -> None:
         """Count the kernels that Triton compiles. It compiles for numbers of tokens that it has not met before."""
@@ -82,6 +133,7 @@ class StepProbe:
                 "tokens": scheduler_output.total_num_scheduled_tokens,
                 "requests": len(scheduler_output.num_scheduled_tokens),
                 "events": [_event()],
+                "parts": {},
             }
             steps.append(step)
             result = original(scheduler_output, *arguments, **more)
@@ -109,6 +161,10 @@ def pin_threads(cores: int = 4) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread may end
             os.sched_setaffinity(int(thread), allowed[:cores])
+
+
+def _waiting(event: str) -> Callable[[Any], None]:
+    return lambda output: getattr(output, event).synchronize()
 
 
 def _event() -> Any:

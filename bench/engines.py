@@ -31,12 +31,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.engine_host import Cost, Host, Work
+from bench.engine_probe import PARTS
 from bench.verdicts import Share, verdict
 from router_replay import wire
 from router_replay.engines.vllm.http import samples_of
 from router_replay.engines.vllm.plugin.routes import delivery
+from router_replay.rl.engine_start import CPU_ENVIRONMENT
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
@@ -116,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a request; prompts are twice as long")
     parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
     parser.add_argument("--only", action="append", choices=list(COMPARISONS), help="may be repeated")
+    parser.add_argument("--caches", help="a folder in which vLLM keeps compiled code for the next run")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/bench_engines"), help="a folder")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
@@ -146,7 +150,6 @@ def _with_noise(names: Sequence[str]) -> dict[str, Comparison]:
 
 def save_model(folder: pathlib.Path, tiny: bool) -> None:
     """Write a Qwen3-MoE with random weights into the folder."""
-    import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -179,11 +182,11 @@ def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> i
     costs: dict[Turn, list[Cost]] = {turn: [] for turn in turns}
     order = random.Random(0)
     with contextlib.ExitStack() as stack, (chosen.out / "turns.jsonl").open("w") as log:
-        caches = stack.enter_context(tempfile.TemporaryDirectory())
+        caches = chosen.caches or stack.enter_context(tempfile.TemporaryDirectory())
         started = time.monotonic()
         hosts = {}
         for number, name in enumerate(names):
-            variables = dict(VARIABLES.get(name, {}))
+            variables = {**VARIABLES.get(name, {}), **({} if torch.cuda.is_available() else CPU_ENVIRONMENT)}
             if not chosen.tiny:  # compiled code has a cache of its own for each, because they start at the same time
                 variables["VLLM_CACHE_ROOT"] = f"{caches}/{number}"
             hosts[name] = Host(name, chosen.model, {**ENGINES[name], **_shape(chosen)}, variables)
@@ -252,6 +255,11 @@ def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -
         read += [[c.core_cpu for c in taken], [c.client_cpu for c in taken]]
         figures = "".join(f"{statistics.median(one) * 1e3:12.3f}" for one in read)
         lines.append(f"{_name(turn):34}{figures}")
+    lines.append(f"of a decode step, ms: {', '.join(PARTS)}, and the rest")
+    for turn, taken in costs.items():
+        parts = [statistics.median(cost.parts.get(name, 0.0) for cost in taken) for name in PARTS]
+        rest = statistics.median(cost.step for cost in taken) - sum(parts)
+        lines.append(f"{_name(turn):34}" + "".join(f"{one * 1e3:12.3f}" for one in [*parts, rest]))
     words = {
         name: verdict(shares[name]["turn"], one.goal, shares[one.same]["turn"])
         for name, one in comparisons.items()

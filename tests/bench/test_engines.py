@@ -56,11 +56,12 @@ def test_a_pause_in_a_decode_step_does_not_count_and_all_else_does() -> None:
     start = [10.2, 10.7, 10.8, 12.8, 12.9, 13.0]
     steps = {
         "cpu": 0.7, "compiled": 0, "start": start, "tokens": [32, 4, 4, 4, 4, 4], "requests": [4] * 6,
-        "gpu": [0.4, 0.05, 0.05, 0.9, 0.05, 0.05],
+        "gpu": [0.4, 0.05, 0.05, 0.9, 0.05, 0.05], "parts": {"update": [0.3, 0.01, 0.01, 0.7, 0.01, 0.01]},
     }  # fmt: skip
     cost = cost_of(steps, 4, started=10.0, ended=13.4, client_cpu=0.3)
     assert cost.step == pytest.approx(0.1)
     assert cost.wait == pytest.approx(3.4)
     assert cost.turn == pytest.approx(0.2 + 0.5 + 4 * 0.1 + 0.4)
     assert cost.gpu == pytest.approx(0.4 + 5 * 0.05)
+    assert cost.parts == {"update": 0.01}
     assert (cost.steps, cost.decode_steps, cost.core_cpu, cost.client_cpu) == (6, 5, 0.7, 0.3)

@@ -49,21 +49,37 @@ def run(model: Any, replayer: RouterReplay, batch: Batch) -> tuple[np.ndarray, t
 
 @pytest.mark.parametrize("window", [False, True], ids=["whole", "window"])
 def test_packed_sequences_are_as_near_to_single_ones_as_with_a_mask(device: str, window: bool) -> None:
+    """In each kind of attention, and as near to a model in float32, so that the kernel itself is as exact."""
     model = windowed(make_model(0, device)) if window else make_model(0, device)
     replayer = RouterReplay(model)
     batch = batch_of(replayer)
-    order = np.argsort(-np.array(LENGTHS), kind="stable")
-    singles = [pack_one(batch, int(number)) for number in order]
-    alone = [run(model, replayer, one) for one in singles]
-    apart, gradient = np.concatenate([found for found, _ in alone]), sum(grad for _, grad in alone)
+    exact_model = copy.deepcopy(model).float()
+    exact, exact_gradient = run_single(exact_model, RouterReplay(exact_model), batch)
+    masked_alone, masked_alone_gradient = run_single(model, replayer, batch)
     masked, masked_gradient = run(model, replayer, batch)
     used = use_packed_attention(model)
     assert used == ("varlen" if device == "cuda" else "segments")
+    alone, alone_gradient = run_single(model, replayer, batch)
     packed, packed_gradient = run(model, replayer, batch)
-    gap, gap_masked = np.abs(packed - apart).mean(), np.abs(masked - apart).mean()
-    assert gap <= 1.1 * gap_masked + 1e-6, f"mean |dlogp| to single sequences: {used} {gap}, masked {gap_masked}"
-    off, off_masked = ((one - gradient).norm() / gradient.norm() for one in (packed_gradient, masked_gradient))
-    assert off <= 1.1 * off_masked + 1e-3, f"gradients, relative distance: {used} {off}, masked {off_masked}"
+    for what, ours, theirs in (
+        ("to single sequences", packed - alone, masked - masked_alone),
+        ("to float32", packed - exact, masked - exact),
+    ):
+        gap, gap_masked = np.abs(ours).mean(), np.abs(theirs).mean()
+        assert gap <= 1.1 * gap_masked + 1e-6, f"mean |dlogp| {what}: {used} {gap}, masked {gap_masked}"
+    for what, ours, theirs in (
+        ("to single sequences", packed_gradient - alone_gradient, masked_gradient - masked_alone_gradient),
+        ("to float32", packed_gradient - exact_gradient, masked_gradient - exact_gradient),
+    ):
+        off, off_masked = (float(one.norm() / exact_gradient.norm()) for one in (ours, theirs))
+        assert off <= 1.1 * off_masked + 1e-3, f"gradients {what}: {used} {off}, masked {off_masked}"
+
+
+def run_single(model: Any, replayer: RouterReplay, batch: Batch) -> tuple[np.ndarray, torch.Tensor]:
+    """The same as `run`, with each sequence of the batch in a pass of its own."""
+    order = np.argsort(-np.array(LENGTHS), kind="stable")
+    alone = [run(model, replayer, pack_one(batch, int(number))) for number in order]
+    return np.concatenate([found for found, _ in alone]), torch.stack([gradient for _, gradient in alone]).sum(0)
 
 
 def pack_one(batch: Batch, number: int) -> Batch:

@@ -10,7 +10,7 @@ import pytest
 from router_replay.engines import Request, Sampling
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import load_config
-from router_replay.rl.engine_start import start_engine
+from router_replay.rl.engine_start import GRAPH_SIZES, _graphs, start_engine
 from tests.engines.sglang import conftest as sglang_stub
 from tests.engines.sglang.server import PROMPT, SPEC
 from tests.engines.stub import Stub
@@ -48,3 +48,14 @@ def test_a_variable_that_is_not_set_is_an_error(
     with pytest.raises(ConfigError, match=r"engine\.api_key_env = 'SERVER_KEY': this environment variable is not set"):
         start_engine(load_config(None, [*SETTINGS, f"engine.url={stub.url}"]), folder, SPEC, version=0)
     assert stub.asked == []
+
+
+def test_cuda_graphs_reach_to_the_most_requests_of_a_step() -> None:
+    assert _graphs({}) == {"cudagraph_capture_sizes": list(GRAPH_SIZES)}
+    assert _graphs({"max_num_seqs": 4096})["cudagraph_capture_sizes"] == list(GRAPH_SIZES)
+    assert _graphs({"max_num_seqs": 20})["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 20]
+
+
+@pytest.mark.parametrize("given", ["cudagraph_capture_sizes", "compilation_config", "enforce_eager"])
+def test_what_the_user_says_about_graphs_stands(given: str) -> None:
+    assert _graphs({given: None}) == {}

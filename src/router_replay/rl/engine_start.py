@@ -27,6 +27,12 @@ CPU_ENVIRONMENT = {
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+# The numbers of requests for which vLLM captures a CUDA graph of a decode step; it pads a step to the next of them. By
+# default vLLM captures 51 sizes, and each of them takes part of a second at every start.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+
+
 def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
     """Start an engine with the weights of `folder`; a server that already runs gets them pushed."""
     engine = _started(config, folder, spec, version)
@@ -67,7 +73,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         from router_replay.engines.vllm.inprocess import VllmEngine
 
         on_cpu = not torch.cuda.is_available()
-        defaults = {"enforce_eager": True, "block_size": 32} if on_cpu else {}
+        defaults = {"enforce_eager": True, "block_size": 32} if on_cpu else _graphs(engine.arguments)
         defaults |= {"router_dtype": config.model.router_dtype}
         defaults |= {"dtype": engine.dtype, "max_model_len": engine.max_length, "use_tqdm_on_load": False}
         arguments = {**defaults, **engine.arguments}
@@ -92,6 +98,14 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
         connected.close()
         raise
     return connected
+
+
+def _graphs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the CUDA graph sizes for an engine with these arguments; nothing if they say something about graphs."""
+    if OF_GRAPHS & arguments.keys():
+        return {}
+    most = min(arguments.get("max_num_seqs", GRAPH_SIZES[-1]), GRAPH_SIZES[-1])
+    return {"cudagraph_capture_sizes": [*(size for size in GRAPH_SIZES if size < most), most]}
 
 
 def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Add forced routing, request checks, weight updates and packed delivery to vLLM through its plugin entry point.
 
 vLLM calls `register` in the API server, in the engine core and in every worker. If the environment variable
-ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies ten
+ROUTER_REPLAY_VLLM is not set, `register` returns at once and changes nothing. If it is set, the plugin supplies eleven
 things:
 
     forced routing     rows that come with a request are the experts the engine uses       routes/forcing.py, rules.py
@@ -15,6 +15,7 @@ things:
                        the engine core together                                            routes/delivery.py, commit.py
     merged answers     keep their rows                                                     repairs/merged_rows.py
     float32 routers    on request, the routers' logits are computed in float32             routes/precision.py
+    compiled code      is found again at the next start, in whatever folder the model is   repairs/compile_cache.py
     Ctrl-C             vLLM's processes ignore it; the one that started the engine
                        handles it                                                          repairs/signals.py
     Dynamo             a route of its worker that returns what the calls above answer      dynamo.py
@@ -62,7 +63,7 @@ def register() -> None:
         _refuse("; ".join(problems))
         return
     from router_replay.engines.vllm.plugin import dynamo, ranks, worker
-    from router_replay.engines.vllm.plugin.repairs import merged_rows, signals
+    from router_replay.engines.vllm.plugin.repairs import compile_cache, merged_rows, signals
     from router_replay.engines.vllm.plugin.routes import commit, delivery, frontend, precision
 
     frontend.install()
@@ -72,6 +73,7 @@ def register() -> None:
     delivery.install()
     merged_rows.install()
     precision.install()
+    compile_cache.install()
     signals.install()
     dynamo.install()
 

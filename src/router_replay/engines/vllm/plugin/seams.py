@@ -3,8 +3,8 @@
 A seam says for which versions of vLLM it holds, and only those of the running version count. `register` checks them all
 before it changes anything. If one seam of the part "core" does not fit, nothing is patched. The seams of "delivery" and
 "storage" are separate parts, because vLLM works without them: if one of them does not fit, rows are sent or stored as
-vLLM does it. Those of "precision" are needed if float32 routers are asked for. `report()["seams"]` of an engine
-contains the seams of its version.
+vLLM does it. So is "cache": without it, vLLM compiles at every start. The seams of "precision" are needed if float32
+routers are asked for. `report()["seams"]` of an engine contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery", "storage", "precision"]
+Part = Literal["core", "delivery", "storage", "cache", "precision"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
@@ -248,6 +248,14 @@ SEAMS: tuple[Seam, ...] = (
         "carries the packed rows",
         ("routed_experts", "new_token_ids", "new_logprobs"),
         "delivery",
+    ),
+    Seam(
+        "vllm.config:ModelConfig",
+        "compute_hash",
+        "wrapped",
+        "finds compiled code again for the same model in another folder",
+        ("get_hash_factors", "hash_factors"),
+        "cache",
     ),
     Seam(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner",

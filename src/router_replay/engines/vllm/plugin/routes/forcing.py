@@ -37,12 +37,14 @@ class ForcedRouting:
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
+        self._serving = False  # True from the first step of a request on; before, vLLM warms up and captures graphs
         self.forced_rows = 0  # counted since the start; the report shows that rows are forced
 
     # -- each step ------------------------------------------------------------------------------
 
     def fill(self, step: Step) -> None:
         """Write this step's forced rows into the buffer. Costs almost nothing while no request has rows to force."""
+        self._serving = True
         self._take(step)
         if not self._rows or step.computed.min(initial=self._longest) >= self._longest:
             self._clear()
@@ -88,6 +90,15 @@ class ForcedRouting:
                 self._rows[request.req_id] = routes_of(given, self._spec, check_rows=isinstance(given, str))
         self._longest = max(map(len, self._rows.values()), default=0)
 
+    def _idle(self) -> bool:
+        """Return whether this pass forces nothing, so that its routers need no second look.
+
+        A CUDA graph and compiled code also serve later passes, which may force rows: they are never idle.
+        """
+        if self._dirty or not self._serving or torch.compiler.is_compiling():
+            return False
+        return not (self.buffer_TLK.is_cuda and torch.cuda.is_current_stream_capturing())
+
     def _clear(self) -> None:
         if self._dirty:
             self.buffer_TLK[: self._dirty].fill_(FREE)
@@ -114,6 +125,8 @@ class ForcedRouting:
             hidden_states: torch.Tensor, router_logits: torch.Tensor, indices_type: Any, **more: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             weights_TK, ids_TK = original(hidden_states, router_logits, indices_type, **more)
+            if self._idle():
+                return weights_TK, ids_TK
             return substitute(rule, weights_TK, ids_TK, router_logits, buffer_TLK[: len(ids_TK), column])
 
         return compute_routing
