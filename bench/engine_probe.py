@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -68,9 +68,12 @@ class StepProbe:
     def _bench_timing_parts(self) -> None:
         """Time the calls that the engine core makes in a step. It is in this process if there is one worker."""
         core_type = importlib.import_module("vllm.v1.engine.core").EngineCore
-        core = next((found for found in gc.get_objects() if isinstance(found, core_type)), None)
-        if core is None:
+        frame = inspect.currentframe()
+        while frame is not None and not isinstance(frame.f_locals.get("self"), core_type):
+            frame = frame.f_back
+        if frame is None:
             return
+        core = frame.f_locals["self"]
         for owner, method, part in (
             (core.model_executor, "execute_model", "forward"),
             (core.model_executor, "sample_tokens", "sample"),

@@ -56,7 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         model = pathlib.Path(chosen.model or f"{root}/model")
         if not chosen.model:
-            save_model(model, tiny=False)
+            save_model(model, "small")
         plans = [("ours, first", "ours", "b"), ("ours, again", "ours", "b")]
         if not chosen.skip_defaults:
             plans.insert(0, ("vLLM's defaults", "vllm", "a"))

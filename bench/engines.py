@@ -1,8 +1,9 @@
 """Measure what routes cost in vLLM: capture, forced prefixes, long conversations, and the client of an HTTP server.
 
-    python -m bench.engines                    on a GPU: a random 2.7B MoE in bf16, CUDA graphs on
+    python -m bench.engines                    on a GPU: half the layers of Qwen3-30B-A3B, random weights, CUDA graphs
+    python -m bench.engines --size small       a 2.7B MoE whose steps take less time on the GPU than in vLLM's Python
     python -m bench.engines --model FOLDER     the same with a model of your own
-    python -m bench.engines --tiny             the same program on a tiny model, also on a CPU
+    python -m bench.engines --size tiny        the same program on a tiny model, also on a CPU
     python -m bench.engines --client           payload and client CPU only; needs no vLLM
 
 The engines run side by side and take turns: a round has one short turn of every kind, in random order. Only turns of
@@ -51,6 +52,20 @@ ENGINES: dict[str, dict[str, Any]] = {
     "not forced": {"forced_routes": False},
     "vLLM's delivery": {"forced_routes": False},
 }
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 128,
+    },
+    "small": {
+        "hidden_size": 2048, "moe_intermediate_size": 192, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 32000,
+    },
+    "large": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 24, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+    },
+}  # fmt: skip
 VARIABLES = {"vLLM's delivery": {delivery.ENVIRONMENT: "0"}}
 
 
@@ -109,7 +124,7 @@ QUANTITIES: dict[str, Callable[[Cost], float]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, measure, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model, for a try-out on any machine")
+    parser.add_argument("--size", choices=list(SIZES), default="large", help="of the model that is made")
     parser.add_argument("--client", action="store_true", help="only the client of an HTTP server")
     parser.add_argument("--model", help="a Hugging Face folder; by default a random model is made")
     parser.add_argument("--rounds", type=int, default=40)
@@ -127,16 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     client_cost()
     if chosen.client:
         return 0
-    if chosen.tiny:
+    if chosen.size == "tiny":
         chosen.prompts, chosen.tokens, chosen.turns = min(chosen.prompts, 8), min(chosen.tokens, 20), 5
     chosen.deadline = time.monotonic() + chosen.seconds
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        if chosen.model is None:
+        chosen.made = chosen.model is None
+        if chosen.made:
             chosen.model = folder
-            save_model(pathlib.Path(folder), chosen.tiny)
+            save_model(pathlib.Path(folder), chosen.size)
         code = measure(chosen, _with_noise(chosen.only or DEFAULT))
-    return 0 if chosen.tiny else code
+    return 0 if chosen.size == "tiny" else code
 
 
 def _with_noise(names: Sequence[str]) -> dict[str, Comparison]:
@@ -148,22 +164,21 @@ def _with_noise(names: Sequence[str]) -> dict[str, Comparison]:
 # -- the engines ------------------------------------------------------------------------------------
 
 
-def save_model(folder: pathlib.Path, tiny: bool) -> None:
-    """Write a Qwen3-MoE with random weights into the folder."""
+def save_model(folder: pathlib.Path, size: str) -> None:
+    """Write a Qwen3-MoE of this size into the folder. The weights are random; vLLM makes those of a large model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    large = {
-        "hidden_size": 2048, "moe_intermediate_size": 192, "num_hidden_layers": 16, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 32000,
-    }  # fmt: skip
-    small = {
-        "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 128,
-    }  # fmt: skip
     config = Qwen3MoeConfig(
-        **(small if tiny else large), norm_topk_prob=True, max_position_embeddings=8192, tie_word_embeddings=False
+        **SIZES[size],
+        architectures=["Qwen3MoeForCausalLM"],
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
     )
+    if size == "large":
+        config.save_pretrained(folder)
+        return
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3MoeForCausalLM(config)
@@ -187,7 +202,7 @@ def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> i
         hosts = {}
         for number, name in enumerate(names):
             variables = {**VARIABLES.get(name, {}), **({} if torch.cuda.is_available() else CPU_ENVIRONMENT)}
-            if not chosen.tiny:  # compiled code has a cache of its own for each, because they start at the same time
+            if chosen.size != "tiny":  # each has its own cache of compiled code, because they start at the same time
                 variables["VLLM_CACHE_ROOT"] = f"{caches}/{number}"
             hosts[name] = Host(name, chosen.model, {**ENGINES[name], **_shape(chosen)}, variables)
             stack.callback(hosts[name].close)
@@ -210,7 +225,7 @@ def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> i
 
 
 def _shape(chosen: argparse.Namespace) -> dict[str, Any]:
-    if chosen.tiny:
+    if chosen.size == "tiny":
         return {
             "max_model_len": 256, "max_num_seqs": 8, "dtype": "bfloat16", "block_size": 32, "enforce_eager": True,
             "use_tqdm_on_load": False,
@@ -218,9 +233,11 @@ def _shape(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "max_model_len": 4096, "max_num_seqs": chosen.prompts, "dtype": "bfloat16",
         # A fixed size of the cache, because engines that start at the same time cannot measure what memory is free.
-        "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 12 << 30,
+        "gpu_memory_utilization": 0.28 if chosen.size == "large" else 0.2, "kv_cache_memory_bytes": 6 << 30,
         # Only the CUDA graph sizes of the batches used here, so that an engine starts faster.
         "cudagraph_capture_sizes": sorted({16, 64, chosen.prompts}),
+        # A model that was made here has no weights in its folder.
+        **({"load_format": "dummy"} if chosen.made and chosen.size == "large" else {}),
     }  # fmt: skip
 
 

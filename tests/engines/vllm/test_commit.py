@@ -239,3 +239,24 @@ def test_a_request_that_ended_is_not_taken_for_one_that_decodes() -> None:
     ended, decoding = worker.router_replay_decoding._places_of(["a", "b"]).tolist()
     assert ended == -1
     assert decoding >= 0
+
+
+def test_blocks_are_written_without_a_thread() -> None:
+    """The thread of vLLM's store ends, and the worker closes the store that it holds."""
+    from vllm.distributed.aux_output_connector.store import BackgroundBlockObjectStore, BlockObject, BlockObjectStore
+
+    inner = BlockObjectStore(max_bytes=64, object_nbytes=4)
+    background = BackgroundBlockObjectStore(inner, max_pending_batches=2)
+    worker = types.SimpleNamespace()
+    commit.writing(lambda made: setattr(made, "_store", background))(worker)
+    background._thread.join(10)
+    assert not background._thread.is_alive()
+    worker._store.put([BlockObject("a", b"rows")])
+    assert worker._store.get_concatenated(["a"]) == b"rows"
+    worker._store.close()
+
+
+def test_a_rank_without_a_store_has_none() -> None:
+    worker = types.SimpleNamespace()
+    commit.writing(lambda made: setattr(made, "_store", None))(worker)
+    assert worker._store is None

@@ -144,7 +144,7 @@ plugin.register()
 after = touched()
 wrapped = [s for s in seams._seams() if s.use == "wrapped" and s.name != "run_busy_loop" and s.part != "precision"]
 wrapped = [(s.owner, s.name) for s in wrapped]  # float32 routers were not asked for
-assert len(wrapped) == (12 if tried.startswith(("0.31", "0.32")) else 8)
+assert len(wrapped) == (14 if tried.startswith(("0.31", "0.32")) else 9)
 assert all(after[place] is not before[place] for place in wrapped)
 assert hasattr(Worker, "router_replay_update_weights")
 shown = Worker.router_replay_report.__globals__["seams"].table()

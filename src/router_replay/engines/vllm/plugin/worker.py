@@ -133,6 +133,7 @@ def install() -> None:
     if hasattr(Worker, "router_replay_update_weights"):  # vLLM refuses to register a name twice
         return
     seams.wrap(Worker, "load_model", _loading)
+    seams.wrap(Worker, "compile_or_warm_up_model", _warming_up)
     seams.wrap(Worker, "start_weight_update", _starting_an_update)
     Worker.router_replay_report = report
     Worker.router_replay_find_weights = find_weights
@@ -149,6 +150,17 @@ def _loading(original: Any) -> Any:
             self.weight_transfer_engine.loader = self.router_replay.weights
 
     return load_model
+
+
+def _warming_up(original: Any) -> Any:
+    def compile_or_warm_up_model(self: Any, *arguments: Any, **more: Any) -> Any:
+        result = original(self, *arguments, **more)
+        forcing = self.router_replay.forcing
+        if forcing is not None:
+            forcing.warm = True
+        return result
+
+    return compile_or_warm_up_model
 
 
 def _starting_an_update(original: Any) -> Any:

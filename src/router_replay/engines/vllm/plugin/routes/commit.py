@@ -8,7 +8,8 @@ Here a request that decodes one token per step has an entry in two arrays: the p
 that receives it. A step of such requests costs a few array operations. vLLM's own records of such a request (cursors,
 the length of its last block) are brought up to date when something else happens to it, and vLLM's own code continues.
 
-    worker       _commit_output   stores the rows of decoding requests, and leaves the others to vLLM
+    worker       __init__         writes blocks where they are made, not in a thread
+                 _commit_output   stores the rows of decoding requests, and leaves the others to vLLM
                  begin_step       updates the cursors of requests that the scheduler describes
                  _teardown        forgets requests that ended
     scheduler    build_connector_meta   describes only requests that are new or have new block hashes
@@ -41,6 +42,7 @@ def install() -> None:
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
 
+    seams.wrap(AuxOutputWorkerConnector, "__init__", writing)
     seams.wrap(AuxOutputWorkerConnector, "_commit_output", committing)
     seams.wrap(AuxOutputWorkerConnector, "begin_step", beginning)
     seams.wrap(AuxOutputWorkerConnector, "_teardown", ending)
@@ -48,6 +50,23 @@ def install() -> None:
 
 
 # -- the worker -------------------------------------------------------------------------------------
+
+
+def writing(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a replacement of `AuxOutputWorkerConnector.__init__` that does not leave full blocks to a thread.
+
+    That thread shares Python's lock with the engine, which waits for it at each call into torch. Writing a block takes
+    a few microseconds; waiting for the thread takes longer, and much longer if the machine is busy.
+    """
+
+    def initialize(self: Any, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
+        background = self._store
+        if background is not None:
+            self._store = background._store
+            background._queue.put(None)  # ends the thread
+
+    return initialize
 
 
 def committing(original: Callable[[Any, Any], dict[str, Any]]) -> Callable[[Any, Any], Any]:

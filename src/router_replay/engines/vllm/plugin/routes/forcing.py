@@ -37,14 +37,15 @@ class ForcedRouting:
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
-        self._serving = False  # True from the first step of a request on; before, vLLM warms up and captures graphs
+        # Whether vLLM has warmed up. Before that, every pass runs the code that forces, so that it is compiled when a
+        # CUDA graph is captured. A CPU has no graphs.
+        self.warm = not self.buffer_TLK.is_cuda
         self.forced_rows = 0  # counted since the start; the report shows that rows are forced
 
     # -- each step ------------------------------------------------------------------------------
 
     def fill(self, step: Step) -> None:
         """Write this step's forced rows into the buffer. Costs almost nothing while no request has rows to force."""
-        self._serving = True
         self._take(step)
         if not self._rows or step.computed.min(initial=self._longest) >= self._longest:
             self._clear()
@@ -95,7 +96,7 @@ class ForcedRouting:
 
         A CUDA graph and compiled code also serve later passes, which may force rows: they are never idle.
         """
-        if self._dirty or not self._serving or torch.compiler.is_compiling():
+        if self._dirty or not self.warm or torch.compiler.is_compiling():
             return False
         return not (self.buffer_TLK.is_cuda and torch.cuda.is_current_stream_capturing())
 
