@@ -108,6 +108,28 @@ def test_the_logits_never_exist_at_once() -> None:
     assert 0 < largest <= 64  # 64 is the width of queries; 97 would be the vocabulary
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_piece_of_the_logits_exists_once_in_float32(temperature: float) -> None:
+    """Each piece makes one [T, P] tensor of float32 in the forward pass and one in the backward pass."""
+    hidden = torch.randn(32, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(97, 8, dtype=torch.bfloat16, requires_grad=True)
+    made = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = {tensor.data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+            out = func(*args, **(kwargs or {}))
+            wide = isinstance(out, torch.Tensor) and out.shape[:1] == (32,) and out.ndim == 2 and out.shape[1] >= 17
+            if wide and out.dtype == torch.float32 and out.untyped_storage().data_ptr() not in given:
+                made.append((func, tuple(out.shape)))
+            return out
+
+    with Watch():
+        found = TokenLogprobs.apply(hidden, weight, None, torch.arange(32), LogitRule(), temperature, 40)
+        found.sum().backward()
+    assert [shape for _, shape in made] == [(32, 40), (32, 40), (32, 17)] * 2, made
+
+
 def test_a_model_that_treats_its_logits_in_an_unknown_way_is_refused() -> None:
     model = granite()
     model.config.logits_scaling = 3.0
