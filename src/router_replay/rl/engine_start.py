@@ -22,6 +22,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The engine core then runs the model itself if there is one worker. Otherwise vLLM starts a process for it, and the
+    # two wait for each other in loops that use a core, also for a second after the last token.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 # The run has its own display; vLLM reports problems through its errors.
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
