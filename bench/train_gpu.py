@@ -218,15 +218,17 @@ def show(
 
 
 def show_memory(process: Process, figures: dict[str, Any], lengths: dict[str, tuple[int, int]]) -> None:
+    """Print the peak memory per token of a mini-batch with checkpointing; a CPU has no such figure."""
     for name, (count, length) in lengths.items():
         for _ in range(2):
             found = process.ask(do="step", workload=name)
         figures[f"{name}, checkpointing"] = found
-        size = found["peak_bytes"]
-        tokens = count * length / 4  # of one mini-batch
+        peak, resting, tokens = found["peak_bytes"], found["resting_bytes"], count * length / 4
+        per_token = f"{peak / tokens / 2**10:.1f} KiB per token of a mini-batch, {(peak - resting) / tokens / 2**10:.1f}"
         print(
-            f"\n{name} with checkpointing: peak {size / 2**30:.2f} GiB, {size / tokens / 2**10:.1f} KiB per token of a "
-            f"mini-batch, weights and optimizer included; step {found['score'] + found['update']:.3f} s"
+            f"\n{name} with checkpointing: peak {peak / 2**30:.2f} GiB, {per_token} KiB without weights and optimizer "
+            f"({resting / 2**30:.2f} GiB); step {found['score'] + found['update']:.3f} s"
+            + ("" if peak else "; no memory is measured on a CPU")
         )
 
 

@@ -69,6 +69,7 @@ class Worker:
         cuda = self._here.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
+        resting = float(torch.cuda.memory_allocated()) if cuda else 0.0
         before = self._now()
         scored = [self.policy.score(mini) for mini in minis]
         middle = self._now()
@@ -79,6 +80,7 @@ class Worker:
             "score": middle - before,
             "update": after - middle,
             "peak_bytes": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+            "resting_bytes": resting,  # weights, copies and optimizer
             "grad_norm": figures[-1]["grad_norm"],
         }
 
