@@ -13,6 +13,7 @@ load. `--base` may also be a checkout of another version, and `--rounds 2` is a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -87,9 +88,11 @@ class Version:
         self._process.stdin.close()
         self._process.stdout.close()
         try:
-            self._process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(limit)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
