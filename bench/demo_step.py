@@ -24,17 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
-from bench.demo_worker import MARK
+from bench.train_step import MARK
 from bench.verdicts import LEAST_ROUNDS, Share
 
 GOAL = 0.65
 HERE = pathlib.Path(__file__).resolve().parent.parent
-PARTS = (
-    "step", "rollout", "reward", "score", "update", "sync", "all else",
-    "step, CPU", "trainer, CPU", "engine, CPU",
-)  # fmt: skip
+PHASES = ("rollout", "reward", "score", "update", "sync")
+PARTS = ("step", *PHASES, "all else", "step, CPU", "trainer, CPU", "engine, CPU")
 
 
 class Version:
@@ -47,7 +44,7 @@ class Version:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "bench" / "demo_worker.py"), str(out), str(steps)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=source, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(source)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
             )  # fmt: skip
         self._unread = b""
 
@@ -57,7 +54,7 @@ class Version:
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
         found = self._answer(time.monotonic() + limit)
-        found["all else"] = found["step"] - sum(found[part] for part in ("rollout", "reward", "score", "update", "sync"))
+        found["all else"] = found["step"] - sum(found[phase] for phase in PHASES)
         return found
 
     def _answer(self, until: float) -> dict[str, float]:
@@ -84,7 +81,8 @@ class Version:
 
     def close(self, limit: float) -> None:
         """Let the process end within `limit` seconds, or end it with its engine."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         try:
@@ -142,7 +140,8 @@ def show(base: list[dict[str, float]], new: list[dict[str, float]]) -> int:
     """Print the table and the verdict; return 1 if the goal is missed."""
     tokens = statistics.median(one["tokens"] for one in new)
     print(f"\nA step of the demo, {tokens:,.0f} tokens, median of {len(new)} rounds\n")
-    print("| part | 1b089bf, s | now, s | share of the step now | ratio of the times |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| part | 1b089bf, s | now, s | share of the step now | ratio of the times |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     ratios: dict[str, tuple[float, float, float]] = {}
     for part in PARTS:
         before, after = ([one[part] for one in rounds] for rounds in (base, new))

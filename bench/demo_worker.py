@@ -8,27 +8,15 @@ that begins with MARK.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import pathlib
 import sys
 import time
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
-MARK = "@@ "
-
-
-def first_of(*names: str) -> Any:
-    """Import the first of these modules that exists."""
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):
-                raise
-    raise ModuleNotFoundError(f"none of {names}")
+from bench.train_step import MARK, first_of
 
 
 class Turns:

@@ -223,11 +223,12 @@ def show_memory(process: Process, figures: dict[str, Any], lengths: dict[str, tu
         for _ in range(2):
             found = process.ask(do="step", workload=name)
         figures[f"{name}, checkpointing"] = found
-        peak, resting, tokens = found["peak_bytes"], found["resting_bytes"], count * length / 4
-        per_token = f"{peak / tokens / 2**10:.1f} KiB per token of a mini-batch, {(peak - resting) / tokens / 2**10:.1f}"
+        peak, resting = found["peak_bytes"], found["resting_bytes"]
+        tokens = count * length / 4  # of one mini-batch
         print(
-            f"\n{name} with checkpointing: peak {peak / 2**30:.2f} GiB, {per_token} KiB without weights and optimizer "
-            f"({resting / 2**30:.2f} GiB); step {found['score'] + found['update']:.3f} s"
+            f"\n{name} with checkpointing: peak {peak / 2**30:.2f} GiB, {peak / tokens / 2**10:.1f} KiB per token of a "
+            f"mini-batch, {(peak - resting) / tokens / 2**10:.1f} KiB without the {resting / 2**30:.2f} GiB of weights "
+            f"and optimizer; step {found['score'] + found['update']:.3f} s"
             + ("" if peak else "; no memory is measured on a CPU")
         )
 
