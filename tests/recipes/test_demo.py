@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
+import psutil
 import pytest
 
 from router_replay.errors import ConfigError, TrainError
 from router_replay.recipes.tiny.demo import _clear, demo_config, findings, run_demo
 from router_replay.report import comparison
 from router_replay.report.runs import Run
+from router_replay.rl.loop import first_rank
 from router_replay.rl.state.run_folder import LOCK, hold
 from router_replay.run_files import read_metrics
+
+PROCESSES: list[list[str]] = []  # the command lines of this process's children, with each engine just started
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     out = tmp_path_factory.mktemp("demo")
-    run_demo(out, steps=1)
+    start = first_rank.start_engine
+
+    def noting(*args: Any) -> Any:
+        engine = start(*args)
+        children = psutil.Process().children(recursive=True)
+        PROCESSES.append([" ".join(child.cmdline()) for child in children])
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_rank, "start_engine", noting)
+        run_demo(out, steps=1)
     return out
+
+
+def test_the_engine_core_runs_the_model_itself(shown: pathlib.Path) -> None:
+    """A worker process beside it would wait in a loop on a core that the trainer needs."""
+    assert len(PROCESSES) == 2
+    for commands in PROCESSES:
+        assert any("EngineCore" in command for command in commands), commands
+        assert not any("Worker" in command for command in commands), commands
 
 
 def test_k3_falls_threefold_at_the_first_step(shown: pathlib.Path) -> None:
