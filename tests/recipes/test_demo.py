@@ -33,6 +33,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_rank, "start_engine", noting)
+        patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # a user's own setting would win
         run_demo(out, steps=1)
     return out
 
