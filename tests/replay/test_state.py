@@ -37,13 +37,14 @@ def test_a_plan_begins_at_the_first_token_with_nothing_counted() -> None:
 
 
 def test_a_plan_moves_with_all_it_has() -> None:
-    bare, full = plan(), plan(agree_L=torch.zeros(2), compiled_passes=torch.zeros(1))
+    bare, full = plan(), plan(agree_L=torch.zeros(2), same_LT=torch.zeros(2, 3), compiled_passes=torch.zeros(1))
     full.live_T1 = torch.zeros(3, 1, dtype=torch.bool)
     for made in (bare, full):
         made.move(torch.device("meta"))
         assert made.ids_TLK.device.type == "meta"
     assert (bare.live_T1, bare.agree_L, bare.compiled_passes) == (None, None, None)
-    assert {tensor.device.type for tensor in (full.live_T1, full.agree_L, full.compiled_passes)} == {"meta"}
+    moved = full.live_T1, full.agree_L, full.same_LT, full.compiled_passes
+    assert {tensor.device.type for tensor in moved} == {"meta"}
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])

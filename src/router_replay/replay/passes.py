@@ -97,6 +97,7 @@ class Watch(Wrapper):
                 self._check_recording(recording, rows)
         if state.plan is None:
             return
+        state.plan.count_agreement()
         if not compiling:
             state.plan.passes += 1
         elif state.plan.compiled_passes is not None:

@@ -57,7 +57,9 @@ class Site(Wrapper):
                 if not self.state.passing:  # a router that is called alone; Watch records the passes of the decoder
                     self.record()
             if plan is not None and selection.ids_TK is not None:
-                plan.count_agreement(self.column, selection.ids_TK, live_TK if apart else selection.live_choice)
+                plan.compare(self.column, selection.ids_TK, live_TK if apart else selection.live_choice)
+                if not self.state.passing:  # as above; Watch counts after a pass of the decoder
+                    plan.count_agreement(self.column)
         return out
 
     def record(self) -> None:

@@ -47,6 +47,7 @@ class Plan:
     start: int = 0  # how many tokens the KV cache holds before the token of the first row
     from_host: bool = False  # came as numpy: moves to the device of the pass (unknown with offloaded parameters)
     agree_L: Tensor | None = None  # captured rows that equal the live choice as sets, all passes; None: not requested
+    same_LT: Tensor | None = None  # the rows of the current pass that equal the live choice
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a Python int would be a constant of the graph
 
@@ -58,7 +59,7 @@ class Plan:
 
         `tensors` are the same rows on a device; `counts` are the numbers of replayed and of live rows.
         """
-        where = tensors.device
+        where, layers = tensors.device, len(rows.spec.layers)
         return cls(
             ids_TLK=tensors.ids,
             live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
@@ -66,7 +67,8 @@ class Plan:
             rows_live=counts[1],
             start=start,
             from_host=isinstance(rows, Routes),
-            agree_L=torch.zeros(len(rows.spec.layers), dtype=torch.int64, device=where) if agreement else None,
+            agree_L=torch.zeros(layers, dtype=torch.int64, device=where) if agreement else None,
+            same_LT=torch.zeros(layers, len(rows), dtype=torch.bool, device=where) if agreement else None,
             compiled_passes=torch.zeros((), dtype=torch.int64, device=where),
         )
 
@@ -78,6 +80,7 @@ class Plan:
         self.ids_TLK = self.ids_TLK.to(device)
         self.live_T1 = None if self.live_T1 is None else self.live_T1.to(device)
         self.agree_L = None if self.agree_L is None else self.agree_L.to(device)
+        self.same_LT = None if self.same_LT is None else self.same_LT.to(device)
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
 
     def column(self, index: Column) -> Tensor:
@@ -89,17 +92,28 @@ class Plan:
         # torch selects no unsigned numbers of two bytes: read them as signed ones, then drop the sign
         return self.ids_TLK.view(torch.int16).index_select(1, index.tensor_1).squeeze(1).long() & 0xFFFF
 
-    def count_agreement(self, index: Column, ids_TK: Tensor, live_TK: Tensor | None) -> None:
-        """Add to the layer's agreement count on the device; it is read back only when the stats are read.
+    def compare(self, index: Column, ids_TK: Tensor, live_TK: Tensor | None) -> None:
+        """Note which rows of a layer equal the live choice `live_TK`; `ids_TK` is the column `index`.
 
-        `ids_TK` is the column `index`, and `live_TK` the live choice.
+        Layers do not sum them: a sum over all rows is slow in the middle of a compiled layer.
         """
-        if self.agree_L is None or live_TK is None:
+        if self.same_LT is None or live_TK is None:
             return
         same_T = (ids_TK.unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
-        if self.live_T1 is not None:
-            same_T = same_T & ~self.live_T1.reshape(-1)
-        self.agree_L.index_add_(0, index.tensor_1, same_T.sum().reshape(1))
+        if torch.compiler.is_compiling():
+            self.same_LT.index_copy_(0, index.tensor_1, same_T.unsqueeze(0))
+        else:
+            self.same_LT[index.number] = same_T
+
+    def count_agreement(self, index: Column | None = None) -> None:
+        """Add the noted rows of all layers, or of one, to the counts on the device; only reading the stats waits."""
+        if self.agree_L is None or self.same_LT is None:
+            return
+        same_LT = self.same_LT if self.live_T1 is None else self.same_LT & ~self.live_T1.reshape(1, -1)
+        if index is None:
+            self.agree_L += same_LT.sum(1)
+        else:
+            self.agree_L[index.number] += same_LT[index.number].sum()
 
 
 class Column:
