@@ -154,14 +154,14 @@ class _Turns:
     def _requests(self, work: Work) -> list[Request]:
         vocabulary = self._engine.vocabulary
         sampling = Sampling(max_tokens=work.tokens, ignore_eos=True)
-        # New prompts every time, so that the prefix cache never hits. Prompts are twice as long as what is sampled.
-        prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, 2 * work.tokens)).tolist()
+        # New prompts every time, so that the prefix cache never hits; half as long as what is sampled.
+        prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, work.tokens // 2)).tolist()
         rows: list[Any] = [None] * work.prompts
         if work.forced:
             if work not in self._rows:  # the rows of earlier prompts: any rows of the right length cost the same
                 done = self._engine.generate([Request(tuple(prompt), sampling) for prompt in prompts])
-                self._rows[work] = [completion.routes[: 2 * work.tokens] for completion in done]
-                prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, 2 * work.tokens)).tolist()
+                self._rows[work] = [completion.routes[: work.tokens // 2] for completion in done]
+                prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, work.tokens // 2)).tolist()
             rows = self._rows[work]
         return [Request(tuple(p), sampling, forced_routes=r) for p, r in zip(prompts, rows, strict=True)]
 

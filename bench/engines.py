@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit = "seconds of the whole program, after which no round starts"
     parser.add_argument("--seconds", type=float, default=float("inf"), help=limit)
     parser.add_argument("--prompts", type=int, default=256, help="requests of a turn")
-    parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a request; prompts are twice as long")
+    parser.add_argument("--tokens", type=int, default=256, help="sampled tokens of a request; prompts are half as long")
     parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
     parser.add_argument("--only", action="append", choices=list(COMPARISONS), help="may be repeated")
     parser.add_argument("--caches", help="a folder in which vLLM keeps compiled code for the next run")
@@ -243,7 +243,7 @@ def _shape(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _work(turn: Turn, chosen: argparse.Namespace) -> Work:
     if turn.conversation:
-        return Work(16, max(chosen.tokens // 2, 1), turns=chosen.turns)
+        return Work(16, max(chosen.tokens // 8, 1), turns=chosen.turns)
     return Work(chosen.prompts, chosen.tokens, turn.logprobs, turn.forced)
 
 
