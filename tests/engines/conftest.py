@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -207,6 +208,13 @@ class Server:
         self.process.wait()
 
 
+def metric(server: Server, start: str) -> list[float]:
+    """The values of the server's own metrics whose line starts with this."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(start)]
+
+
 KEY = "key-of-our-server"
 
 
@@ -337,7 +345,12 @@ class Trainer:
         self._models: dict[str, tuple[object, object]] = {}
 
     def logprobs(
-        self, checkpoint: str, prompt_ids: Sequence[int], completion: Completion, routes: Routes | None = None
+        self,
+        checkpoint: str,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        routes: Routes | None = None,
+        temperature: float = 1.0,
     ) -> np.ndarray:
         """The trainer's log-prob of each token of the completion, with the rows of the whole sequence replayed."""
         import torch
@@ -355,7 +368,7 @@ class Trainer:
         mask = np.arange(len(tokens)) >= len(prompt_ids)
         batch = pack([Sample(tokens, np.zeros(len(tokens), np.float32), mask, rows)], len(tokens))
         with torch.no_grad(), replayer.replay(batch):
-            return logprobs(model, batch)[: len(tokens) - 1].numpy()[len(prompt_ids) - 1 :]
+            return logprobs(model, batch, temperature=temperature)[: len(tokens) - 1].numpy()[len(prompt_ids) - 1 :]
 
     def gap(self, checkpoint: str, prompt_ids: Sequence[int], completion: Completion, routes: Routes) -> np.ndarray:
         return np.abs(self.logprobs(checkpoint, prompt_ids, completion, routes) - completion.logprobs)

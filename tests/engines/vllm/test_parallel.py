@@ -1,4 +1,4 @@
-"""vLLM on two ranks, data parallel and tensor parallel: rows, forced rows, weights and versions are those of one rank.
+"""vLLM on two ranks, data, tensor and expert parallel: rows, forced rows, weights and versions are those of one rank.
 
 Rows of two ranks are compared with the trainer that replays them, because two ranks round otherwise than one.
 """
@@ -30,12 +30,19 @@ from tests.makers import random_routes
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+EXPERTS = {
+    "enable_expert_parallel": True,
+    "worker_extension_cls": "tests.engines.vllm.cpu_experts.Experts",
+}
 LAYOUTS = {
     "data parallel": {
         "data_parallel_size": 2,
         "worker_extension_cls": "tests.engines.vllm.cpu_collectives.Collectives",
     },
     "tensor parallel": {"tensor_parallel_size": 2},
+    # Each rank holds half of the experts. Tensor-parallel ranks compute all tokens, data-parallel ranks exchange them.
+    "expert and tensor parallel": {"tensor_parallel_size": 2, **EXPERTS},
+    "expert and data parallel": {"data_parallel_size": 2, **EXPERTS},
 }
 REQUESTS = 6  # for two data-parallel ranks: vLLM gives each rank some of them
 

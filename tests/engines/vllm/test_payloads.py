@@ -16,7 +16,7 @@ from tests.engines.vllm.record import PAYLOADS, REQUEST, ROUTES, body_of, file_o
 
 SPEC = RouterSpec(16, 4, (1, 2, 3), num_layers=4)
 FILES = sorted(PAYLOADS.glob("*.json"))
-VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.32.0"]
+VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
 
 
 def recorded(file: pathlib.Path) -> tuple[dict[str, Any], list[Sample]]:

@@ -8,30 +8,41 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from router_replay.engines import Engine, Request
+from router_replay.engines import Completion, Engine, Request
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.samples import progress_of_all
+from router_replay.engines.vllm.serve import MODULE
+from router_replay.engines.vllm.versions import installed_version, model_runner, numbers_of
 from router_replay.errors import EngineError
 from tests.engines.conftest import (
+    ENVIRONMENT,
     GREEDY,
     LONG,
     PROMPT_TOKENS,
     Checkpoints,
+    Server,
     Trainer,
     ended_before,
+    metric,
     midway,
     prompt,
+    start_command,
     start_server,
 )
+from tests.engines.stub import eventually
 from tests.makers import random_routes
 
 NAMES = [f"rr-{number:032x}" for number in range(3)]
-ROOT = pathlib.Path(__file__).parents[3]  # vLLM's CPU build lacks two collectives, which a test module adds
+ROOT = pathlib.Path(__file__).parents[3]
+PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+# vLLM's CPU build lacks two collectives, which a module of the tests adds.
+TWO_RANKS = ("--data-parallel-size=2", "--worker-extension-cls=tests.engines.vllm.cpu_collectives.Collectives")
 
 
 def test_the_progress_of_all_ranks_is_merged() -> None:
@@ -51,9 +62,7 @@ def test_tensor_parallel_ranks_that_do_not_agree_are_an_error() -> None:
 def ranks(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHttpEngine]:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     log = tmp_path_factory.mktemp("ranks") / "log"
-    collectives = "--worker-extension-cls=tests.engines.vllm.cpu_collectives.Collectives"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    server = start_server(checkpoints.a, log, "--data-parallel-size=2", collectives, PYTHONPATH=path)
+    server = start_server(checkpoints.a, log, *TWO_RANKS, PYTHONPATH=PATH)
     try:
         engine = server.wait(lambda: VllmHttpEngine(server.url), 600)
         assert isinstance(engine, VllmHttpEngine)
@@ -114,3 +123,55 @@ def test_new_weights_reach_both_ranks(engine: Engine, checkpoints: Checkpoints, 
     engine.update_weights(checkpoints.b, 1)
     for seed, completion in enumerate(engine.generate([Request(prompt(seed), GREEDY) for seed in range(4)])):
         assert trainer.gap(checkpoints.b, prompt(seed), completion, completion.routes).max() < 1e-4
+
+
+# -- a server without the plugin ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock_server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Has the route for token ids, and is not in development mode."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    command = [sys.executable, "-m", MODULE, "--model", checkpoints.a, *TWO_RANKS]
+    command += ["--enable-return-routed-experts", "--enable-scale-out"]
+    variables = {**os.environ, **ENVIRONMENT, **model_runner(installed_version()), "ROUTER_REPLAY_VLLM": "0"}
+    server = start_command(command, tmp_path_factory.mktemp("stock_ranks") / "log", {**variables, "PYTHONPATH": PATH})
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def stock(stock_server: Server) -> Iterator[Engine]:
+    with stock_server.wait(lambda: VllmHttpEngine(stock_server.url), 600) as engine:
+        yield engine
+
+
+def test_a_server_without_the_plugin_captures_on_both_ranks(
+    stock: Engine, stock_server: Server, checkpoints: Checkpoints, trainer: Trainer
+) -> None:
+    for seed, completion in enumerate(stock.generate([Request(prompt(seed), GREEDY) for seed in range(6)])):
+        assert trainer.gap(checkpoints.a, prompt(seed), completion, completion.routes).max() < 1e-4
+    sampled = metric(stock_server, "vllm:generation_tokens_total{")
+    assert len(sampled) == 2
+    assert min(sampled) > 0
+
+
+def test_an_abort_reaches_the_ranks_of_its_requests(stock: Engine, stock_server: Server) -> None:
+    """From 0.32 on, the route for token ids comes with a call that aborts; before, nothing comes back."""
+    requests = [Request(prompt(seed), LONG) for seed in range(4)]
+
+    async def drop() -> list[list[Completion]]:
+        tasks = [asyncio.create_task(stock.submit(request)) for request in requests]
+        await asyncio.to_thread(eventually, lambda: running(stock_server) == 4)
+        await asyncio.to_thread(stock.abort)
+        return [await task for task in tasks]
+
+    returns_tokens = numbers_of(installed_version()) >= (0, 32)
+    landed = asyncio.run(midway(stock, requests, stock.abort) if returns_tokens else drop())
+    assert all(completion.finish_reason == "abort" for [completion] in landed)
+    assert all((len(completion.token_ids) > 0) == returns_tokens for [completion] in landed)
+    eventually(lambda: running(stock_server) == 0)
+
+
+def running(server: Server) -> float:
+    return sum(metric(server, "vllm:num_requests_running{"))
