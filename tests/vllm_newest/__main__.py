@@ -14,7 +14,19 @@ import sys
 from tests.vllm_newest.environment import LAYERS, NEWEST, ROOT, make
 
 SERVERS = ["payloads", "stock"]  # what a server without the plugin answers, on every version
-CORE = ["commit", "delivery", "engine", "frontend", "no_scale_out", "promise", "rules", "seams", "weights", "worker"]
+CORE = [
+    "commit",
+    "compile_cache",
+    "delivery",
+    "engine",
+    "frontend",
+    "no_scale_out",
+    "promise",
+    "rules",
+    "seams",
+    "weights",
+    "worker",
+]
 CORE += SERVERS
 PLUGIN = [*CORE, "guard", "parallel", "ranks", "shutdown"]
 
