@@ -48,7 +48,7 @@ class Cost:
 
     `turn` is the time that the client waited, in which every pure decode step counts as much as the lower quartile, so
     that pauses of the machine in some of them are left out. `wait` is the same time as it was measured. `parts` are the
-    medians of what the engine core does in a pure decode step.
+    medians of what the engine core does in a pure decode step, and `prompt_parts` in a step with tokens of prompts.
     """
 
     turn: float
@@ -62,6 +62,7 @@ class Cost:
     decode_steps: int
     compiled: int = 0
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    prompt_parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Host:
@@ -208,10 +209,13 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
         steps=len(start),
         decode_steps=int(decodes.sum()),
         compiled=steps["compiled"],
-        parts={name: float(np.median(np.asarray(taken)[decodes])) for name, taken in steps["parts"].items()}
-        if decodes.any()
-        else {},
+        parts=_medians(steps["parts"], decodes),
+        prompt_parts=_medians(steps["parts"], np.asarray(steps["tokens"]) > np.asarray(steps["requests"])),
     )
+
+
+def _medians(parts: dict[str, list[float]], chosen: np.ndarray) -> dict[str, float]:
+    return {name: float(np.median(np.asarray(taken)[chosen])) for name, taken in parts.items()} if chosen.any() else {}
 
 
 def _conversation(engine: Engine, turns: int, tokens: int) -> None:

@@ -272,11 +272,8 @@ def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -
         read += [[c.core_cpu for c in taken], [c.client_cpu for c in taken]]
         figures = "".join(f"{statistics.median(one) * 1e3:12.3f}" for one in read)
         lines.append(f"{_name(turn):34}{figures}")
-    lines.append(f"of a decode step, ms: {', '.join(PARTS)}, and the rest")
-    for turn, taken in costs.items():
-        parts = [statistics.median(cost.parts.get(name, 0.0) for cost in taken) for name in PARTS]
-        rest = statistics.median(cost.step for cost in taken) - sum(parts)
-        lines.append(f"{_name(turn):34}" + "".join(f"{one * 1e3:12.3f}" for one in [*parts, rest]))
+    lines += _parts("of a decode step", {turn: [cost.parts for cost in taken] for turn, taken in costs.items()})
+    lines += _parts("of a step with prompts", {turn: [cost.prompt_parts for cost in costs[turn]] for turn in costs})
     words = {
         name: verdict(shares[name]["turn"], one.goal, shares[one.same]["turn"])
         for name, one in comparisons.items()
@@ -285,6 +282,15 @@ def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -
     lines += [f"{name}, goal {comparisons[name].goal}: {word}" for name, word in words.items()]
     code = 1 if "MISSED" in words.values() else 2 if any(word != "kept" for word in words.values()) else 0
     return lines, code
+
+
+def _parts(what: str, taken: dict[Turn, list[dict[str, float]]]) -> list[str]:
+    """Return the lines that say where the engine core spends the time of a step."""
+    lines = [f"{what}, ms, median: {', '.join(PARTS)}"]
+    for turn, parts in taken.items():
+        found = [statistics.median(one.get(name, 0.0) for one in parts) for name in PARTS]
+        lines.append(f"{_name(turn):34}" + "".join(f"{one * 1e3:12.3f}" for one in found))
+    return lines
 
 
 def _name(turn: Turn) -> str:
