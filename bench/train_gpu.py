@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--base", help=f"a folder that holds the package router_replay of {BASE}")
     parser.add_argument("--compile", action="store_true", help="also measure trainer.compile = true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the new version")
-    parser.add_argument("--profile", action="store_true", help="print torch's table of kernels, new version with R3")
+    parser.add_argument("--profile", action="store_true", help="print torch's table of kernels, for each mode of the new version")
     parser.add_argument("--syncs", action="store_true", help="print where the new version with R3 waits for the GPU")
     parser.add_argument("--out", help="write all figures to this JSON file")
     arguments = parser.parse_args()
@@ -157,7 +157,7 @@ def main() -> int:
             print(f"\nwhere {name} waits for the GPU, new, R3:")
             print("\n".join(by_name["new, R3"].ask(do="syncs", workload=name)["places"]) or "nowhere")
         for name in lengths if arguments.profile else ():
-            for one in [one for one in ("new, R3", "new, R3, compiled") if one in by_name]:
+            for one in [one for one in by_name if one.startswith("new")]:
                 print(f"\nprofile of {name}, {one}:\n{by_name[one].ask(do='profile', workload=name)['table']}")
         for process in processes:
             process.close()
