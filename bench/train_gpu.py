@@ -121,7 +121,7 @@ def main() -> int:
     parser.add_argument("--base", help=f"a folder that holds the package router_replay of {BASE}")
     parser.add_argument("--compile", action="store_true", help="also measure trainer.compile = true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the new version")
-    parser.add_argument("--profile", action="store_true", help="print torch's table of kernels, for each mode of the new version")
+    parser.add_argument("--profile", action="store_true", help="print torch's table of kernels for each new mode")
     parser.add_argument("--syncs", action="store_true", help="print where the new version with R3 waits for the GPU")
     parser.add_argument("--out", help="write all figures to this JSON file")
     arguments = parser.parse_args()
