@@ -136,7 +136,9 @@ def _write(header: Header) -> bytes:
 
 
 def _lengths(runs: Runs) -> np.ndarray:
-    return np.diff(np.array(runs.ends, np.uint64), prepend=np.uint64(0))
+    lengths = np.array(runs.ends, np.uint64)
+    lengths[1:] -= lengths[:-1].copy()  # np.diff takes five times as long, for the one run that most routes have
+    return lengths
 
 
 def _header_length(captured_runs: int, version_runs: int, digest: bool, layers: int) -> int:
