@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-megatron | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
+.PHONY: setup demo test test-megatron test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
 
 setup: $(READY)
 
@@ -48,6 +48,9 @@ test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual e
 
 test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.vllm_newest
+
+test-megatron: .venv-megatron/.ready  # the real megatron-core on the CPU, over gloo
+	@.venv-megatron/bin/python -m pytest tests/megatron_real
 
 # The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
 # of .venv. A family that its transformers does not have is skipped.
@@ -114,4 +117,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron build dist site out src/router_replay/kernel/*.so
