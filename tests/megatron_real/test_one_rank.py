@@ -1,0 +1,458 @@
+"""One process with the real megatron-core on the CPU: replay, record, recompute, padding, and what is left alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an environment of its own: make test-megatron")
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router_replay import RouterReplay as NativeReplay
+from torch import Tensor
+
+from router_replay import Routes, Sample, pack
+from router_replay.errors import ReplayError
+from router_replay.replay.megatron import MegatronReplay
+from router_replay.replay.megatron.site import MicroBatchPlan
+from tests.makers import random_ids, random_routes
+from tests.megatron_real import tiny
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+recompute = pytest.mark.parametrize("kind", list(RECOMPUTE))
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    tiny.start()
+    return tiny.hf_model()
+
+
+def same(one: tiny.Step, other: tiny.Step) -> None:
+    """Assert that two steps are equal to the bit."""
+    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+def with_missing(routes: Routes, missing: list[int]) -> Routes:
+    captured = np.ones(len(routes), bool)
+    captured[missing] = False
+    return Routes(routes.ids, routes.spec, captured=captured)
+
+
+# -- record and replay --------------------------------------------------------------------------------------
+
+
+@recompute
+def test_record_changes_nothing_and_its_own_rows_replay_to_the_bit(hf: Any, kind: str) -> None:
+    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(2)
+    before = tiny.train_step(chunks, batches)
+    replayer = MegatronReplay(chunks, agreement=True)
+    same(tiny.train_step(chunks, batches), before)
+    with replayer.record() as recording:
+        same(tiny.train_step(chunks, batches), before)
+    with replayer.replay(recording, micro_batch_size=2):
+        same(tiny.train_step(chunks, batches), before)
+    with replayer.replay(recording.gather(), micro_batch_size=2):
+        same(tiny.train_step(chunks, batches), before)
+    assert replayer.stats.agreement == (1.0, 1.0, 1.0)
+    assert replayer.stats.rows_replayed == (64, 64, 64)
+    assert replayer.stats_of_all_ranks() == replayer.stats
+
+
+@recompute
+def test_forced_rows_reach_the_experts_and_a_recompute_gives_the_same_gradients(hf: Any, kind: str) -> None:
+    batches = tiny.tokens(3)
+    plain = tiny.megatron_model(hf)
+    replayer = MegatronReplay(plain)
+    routes = [random_routes(16, replayer.spec, seed) for seed in range(3)]
+    with replayer.replay(routes, micro_batch_size=2), replayer.record() as recording:
+        expected = tiny.train_step(plain, batches)
+    assert recording.gather() == routes
+
+    chunks = tiny.megatron_model(hf, **RECOMPUTE[kind])
+    replayer = MegatronReplay(chunks)
+    maps = watch_maps(chunks[0])
+    with replayer.replay(routes, micro_batch_size=2):
+        same(tiny.train_step(chunks, batches), expected)
+    ids = routes[0].ids.reshape(2, 8, 3, 2).transpose(1, 0, 2, 3).reshape(16, 3, 2)  # megatron's order: [s, b]
+    wanted = np.zeros((3, 16, 8), bool)
+    np.put_along_axis(wanted, ids.transpose(1, 0, 2).astype(int), True, axis=2)
+    for number, layer in enumerate((1, 2, 3)):
+        assert np.array_equal(maps[layer][0].numpy(), wanted[number])
+
+
+def watch_maps(chunk: Any) -> dict[int, list[Tensor]]:
+    """The routing maps that reach the experts, per layer, in the order of the calls."""
+    maps: dict[int, list[Tensor]] = {}
+    for layer in chunk.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            found = maps.setdefault(layer.layer_number - 1, [])
+            layer.mlp.router.register_forward_hook(lambda module, args, out, found=found: found.append(out[1]))
+    return maps
+
+
+@recompute
+def test_missing_rows_are_routed_live_row_by_row(hf: Any, kind: str) -> None:
+    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(1)
+    replayer = MegatronReplay(chunks)
+    forced = random_routes(16, replayer.spec)
+    routes = with_missing(forced, [0, 5, 15])
+    with replayer.replay(routes, micro_batch_size=2), replayer.record() as recording:
+        step = tiny.train_step(chunks, batches)
+    used = recording.routes
+    known = [row for row in range(16) if row not in (0, 5, 15)]
+    assert np.array_equal(used.ids[known], forced.ids[known])
+    assert not np.array_equal(used.ids, forced.ids)
+    assert replayer.stats.rows_live == (3, 3, 3)
+    with replayer.replay(used, micro_batch_size=2):  # the same experts, all forced, give the same bits
+        same(tiny.train_step(chunks, batches), step)
+
+
+def test_a_recompute_takes_the_experts_that_live_rows_used_and_does_not_choose_again(
+    hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
+    replayer = MegatronReplay(chunks)
+    routes = with_missing(random_routes(16, replayer.spec), [0, 5, 15])
+    in_backward = []
+    topk = torch.topk
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        in_backward.append(torch._C._current_graph_task_id() != -1)
+        return topk(*args, **kwargs)
+
+    monkeypatch.setattr(moe_utils.torch, "topk", counted)
+    with replayer.replay(routes, micro_batch_size=2):
+        tiny.train_step(chunks, tiny.tokens(1))
+    assert in_backward == [False] * 3  # one live choice per layer, none in its recompute
+
+
+def test_a_packed_batch_brings_its_rows_micro_batch_by_micro_batch(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf)
+    replayer = MegatronReplay(chunks)
+    samples = []
+    for number, length in enumerate((8, 6)):
+        captured = np.arange(length) < length - 1
+        routes = Routes(random_ids(length, replayer.spec, number), replayer.spec, captured=captured)
+        samples.append(Sample(np.arange(length) + number, np.zeros(length), np.arange(length) > 2, routes))
+    batch = pack(samples, max_tokens=8, pad_to_multiple_of=4)
+    rows = [torch.from_numpy(np.append(one.token_ids, 0))[None] for one in batch.bins()]
+    with replayer.replay(batch, num_microbatches=2, seq_length=8), replayer.record() as recording:
+        tiny.train_step(chunks, rows)
+    for one, used in zip(batch.bins(), recording.gather(), strict=True):
+        assert one.routes is not None
+        assert np.array_equal(used.ids[one.routes.captured], one.routes.ids[one.routes.captured])
+    assert replayer.stats.rows_replayed == (7 + 5,) * 3
+    assert replayer.stats.rows_live == (0,) * 3  # the last tokens and the padding predict nothing
+
+
+def test_agreement_counts_equal_sets_per_layer(hf: Any) -> None:
+    chunks, batches = tiny.megatron_model(hf), tiny.tokens(1)
+    replayer = MegatronReplay(chunks, agreement=True)
+    with replayer.record() as recording:
+        tiny.train_step(chunks, batches)
+    ids = recording.routes.ids.copy()
+    ids[:4, 2] = (ids[:4, 2] + 1) % 8  # the last layer: other layers keep their inputs
+    ids[4:, :] = ids[4:, :, ::-1]  # the order of slots is no difference
+    with replayer.replay(Routes(ids, replayer.spec), micro_batch_size=2):
+        tiny.train_step(chunks, batches)
+    assert replayer.stats.agreement is not None
+    assert replayer.stats.agreement[:2] == (1.0, 1.0)
+    assert 0.75 <= replayer.stats.agreement[2] < 1.0
+
+
+# -- what every block leaves behind -------------------------------------------------------------------------
+
+
+@recompute
+def test_a_failure_in_the_schedule_leaves_nothing(hf: Any, kind: str) -> None:
+    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(2)
+    replayer = MegatronReplay(chunks)
+    live = tiny.train_step(chunks, batches)
+    routes = [random_routes(16, replayer.spec, seed) for seed in range(2)]
+    with replayer.replay(routes, micro_batch_size=2):
+        forced = tiny.train_step(chunks, batches)
+
+    def fail(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("the second micro-batch fails")
+
+    with (
+        pytest.raises(RuntimeError, match="second micro-batch"),
+        replayer.replay(routes, micro_batch_size=2),
+        replayer.record(),
+    ):
+        tiny.train_step(chunks, batches, during=fail)
+    same(tiny.train_step(chunks, batches), live)
+    with replayer.replay(routes, micro_batch_size=2):
+        tiny.train_step(chunks, batches, forward_only=True)
+    same(tiny.train_step(chunks, batches), live)
+    with replayer.replay(routes, micro_batch_size=2):
+        same(tiny.train_step(chunks, batches), forced)
+
+
+def test_the_backward_pass_may_run_after_the_block(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
+    (batch,) = tiny.tokens(1)
+    replayer = MegatronReplay(chunks)
+    routes = random_routes(16, replayer.spec)
+    with replayer.replay(routes, micro_batch_size=2):
+        tiny.forward(chunks[0], batch).sum().backward()
+    expected = tiny.gradients(chunks[0])
+    chunks[0].zero_grad()
+    with replayer.replay(routes, micro_batch_size=2):
+        loss = tiny.forward(chunks[0], batch).sum()
+    loss.backward()
+    got = tiny.gradients(chunks[0])
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("none", 1), ("full", 1)])
+def test_the_rows_of_a_micro_batch_leave_the_device_after_its_last_use(
+    hf: Any, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[MicroBatchPlan] = weakref.WeakSet()
+    made, dtypes = MicroBatchPlan.of, set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        plan = made(*args, **kwargs)
+        dtypes.add(plan.ids_TLK.dtype)
+        alive.add(plan)
+        return plan
+
+    monkeypatch.setattr(MicroBatchPlan, "of", watched)
+    chunks = tiny.megatron_model(hf, **RECOMPUTE[kind])
+    replayer = MegatronReplay(chunks)
+    held: list[int] = []
+    routes = [random_routes(16, replayer.spec, seed) for seed in range(4)]
+    with replayer.replay(routes, micro_batch_size=2):
+        tiny.train_step(chunks, tiny.tokens(4), during=lambda number: held.append(len(alive)))
+    assert max(held) <= most
+    assert not alive
+    assert dtypes == {torch.uint8}
+
+
+def test_two_models_in_one_process_do_not_touch_each_other(hf: Any) -> None:
+    batches = tiny.tokens(1)
+    policy, reference = tiny.megatron_model(hf), tiny.megatron_model(hf)
+    live = tiny.train_step(reference, batches)
+    replayer, other = MegatronReplay(policy), MegatronReplay(reference)
+    with replayer.replay(random_routes(16, replayer.spec), micro_batch_size=2), other.record() as recording:
+        same(tiny.train_step(reference, batches), live)
+        tiny.train_step(policy, batches)
+    assert len(recording.routes) == 16
+    assert other.stats.passes == 0
+    assert NativeReplay.global_router_replay_instances == []
+
+
+def test_detach_restores_the_model(hf: Any) -> None:
+    chunks, batches = tiny.megatron_model(hf), tiny.tokens(1)
+    live = tiny.train_step(chunks, batches)
+    replayer = MegatronReplay(chunks)
+    routes = random_routes(16, replayer.spec)
+    with replayer.replay(routes, micro_batch_size=2):
+        tiny.train_step(chunks, batches)
+    with pytest.raises(ReplayError, match="already belongs to a RouterReplay"):
+        MegatronReplay(chunks)
+    replayer.detach()
+    same(tiny.train_step(chunks, batches), live)
+    with pytest.raises(ReplayError, match="was detached"), replayer.replay(routes):
+        pass
+    MegatronReplay(chunks)
+
+
+def test_the_native_replay_of_megatron_is_left_as_it_was(hf: Any) -> None:
+    try:
+        chunks, batches = tiny.megatron_model(hf, moe_enable_routing_replay=True), tiny.tokens(1)
+        natives = list(NativeReplay.global_router_replay_instances)
+        replayer = MegatronReplay(chunks)
+        with replayer.replay(random_routes(16, replayer.spec), micro_batch_size=2):
+            tiny.train_step(chunks, batches)
+        routers = [site.module for one in replayer._passes for site in one.sites]
+        assert [router.router_replay for router in routers] == natives
+        assert all(native.recorded_topk_idx is None and not native.replay_backward_list for native in natives)
+    finally:
+        NativeReplay.clear_global_router_replay_instances()
+
+
+# -- multi-token prediction, padding ------------------------------------------------------------------------
+
+
+def test_multi_token_prediction_is_left_alone(hf: Any) -> None:
+    chunks, batches = tiny.megatron_model(hf, mtp=True), tiny.tokens(1)
+    replayer = MegatronReplay(chunks)
+    assert replayer.spec.layers == (1, 2, 3)
+    router = chunks[0].mtp.layers[0].transformer_layer.mlp.router
+    calls: list[tuple[Tensor, Tensor]] = []
+    router.register_forward_hook(lambda module, args, out: calls.append((args[0].detach(), out[1])))
+    with replayer.replay(random_routes(16, replayer.spec), micro_batch_size=2):
+        tiny.train_step(chunks, batches)
+    hidden, used = calls[0]
+    assert torch.equal(used, router(hidden)[1])  # its own choice for the same input
+    assert router.routing.__func__ is type(router).routing
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "moe"])
+def test_padding_rows_are_valid_sets_and_are_not_counted(hf: Any, kind: str) -> None:
+    settings = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_z_loss_coeff": 0.01,
+        **RECOMPUTE[kind],
+    }
+    chunks, batches = tiny.megatron_model(hf, **settings), tiny.tokens(1)
+    chunks[0].train()
+    replayer = MegatronReplay(chunks)
+    routers = [site.module for one in replayer._passes for site in one.sites]
+    forced = random_routes(16, replayer.spec)
+    padding = np.zeros(16, bool)
+    padding[[6, 7, 13, 14, 15]] = True
+    routes = with_missing(forced, np.flatnonzero(padding).tolist())
+    with replayer.replay(routes, micro_batch_size=2, padding=padding), replayer.record() as recording:
+        tiny.train_step(chunks, batches)
+    used = recording.routes.ids  # Routes checks that every row holds distinct experts, padding too
+    for number, router in enumerate(routers):
+        expected = np.bincount(used[~padding, number].reshape(-1), minlength=8)
+        assert router.local_tokens_per_expert.tolist() == expected.tolist()
+        assert router.global_tokens_per_expert.sum() == (~padding).sum() * 2
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_rows_that_do_not_fit_are_refused_before_the_schedule(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf)
+    replayer = MegatronReplay(chunks)
+    good = random_routes(16, replayer.spec)
+    other = random_routes(16, tiny.RouterSpec(8, 2, (0, 1, 2)))
+    shape = {"micro_batch_size": 2, "seq_length": 8, "num_microbatches": 1}
+    for routes, message in [
+        (random_routes(14, replayer.spec), "micro-batch 0: the schedule runs 2 sequences of 8 tokens.* 14 rows"),
+        ([good, good], "the schedule runs 1, got 2"),
+        (other, r"micro-batch 0: these routes are of another model.*\(1, 2, 3\).*\(0, 1, 2\)"),
+        (None, "replay.. needs routes"),
+        ([], "the schedule runs 1, got 0"),
+        (Routes.missing(16, replayer.spec), "none of the rows"),
+        (random_routes(15, replayer.spec), "micro-batch 0: a micro-batch of 2 sequences"),
+    ]:
+        with pytest.raises(ReplayError, match=message), replayer.replay(routes, **shape):
+            raise AssertionError("the block must not open")
+    missing = with_missing(good, [3])
+    with (
+        pytest.raises(ReplayError, match="micro-batch 0: 1 rows that bear loss are missing, the first is row 3"),
+        replayer.replay(missing, **shape, loss_mask=np.ones(16)),
+    ):
+        pass
+
+
+def test_rows_of_another_shape_are_refused_by_the_first_router(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf)
+    replayer = MegatronReplay(chunks)
+    for routes, size, message in [
+        (random_routes(14, replayer.spec), 2, "layer 1, micro-batch 0: the router got 8 positions of 2 .* 7 positions"),
+        (random_routes(16, replayer.spec), 1, "8 positions of 2 sequences.* 16 positions of 1 sequences"),
+    ]:
+        with pytest.raises(ReplayError, match=message), replayer.replay(routes, micro_batch_size=size):
+            tiny.train_step(chunks, tiny.tokens(1))
+
+
+def test_every_row_must_be_used_as_often_as_it_must(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
+    replayer = MegatronReplay(chunks)
+    routes = [random_routes(16, replayer.spec, seed) for seed in range(2)]
+
+    def half_of_the_backward() -> None:
+        first, _ = [tiny.forward(chunks[0], batch).sum() for batch in tiny.tokens(2)]
+        first.backward()
+
+    cases: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
+        (
+            r"layers \[1, 2, 3\] .* did not use the rows of micro-batch 1: 2 micro-batches were given",
+            {},
+            lambda: tiny.train_step(chunks, tiny.tokens(1)),
+        ),
+        (
+            "chunk 0 runs forward pass 3 in this block, which was given 2",
+            {},
+            lambda: tiny.train_step(chunks, tiny.tokens(3)),
+        ),
+        (
+            "layer 1, micro-batch 1: the rows were used in 0 recomputes of backward, expected 1",
+            {},
+            half_of_the_backward,
+        ),
+        (
+            "layer 1, micro-batch 0: the rows were used in 0 recomputes of backward, expected 1",
+            {"forward_only": False},
+            lambda: tiny.train_step(chunks, tiny.tokens(2), forward_only=True),
+        ),
+    ]
+    for message, arguments, run in cases:
+        with pytest.raises(ReplayError, match=message), replayer.replay(routes, micro_batch_size=2, **arguments):
+            run()
+
+
+def test_a_router_that_is_bypassed_raises(hf: Any) -> None:
+    chunks = tiny.megatron_model(hf)
+    replayer = MegatronReplay(chunks)
+    router = chunks[0].decoder.layers[2].mlp.router
+    router.forward = lambda hidden, mask=None: type(router).routing(router, router.gating(hidden))
+    with (
+        pytest.raises(ReplayError, match=r"the routers of layers \[2\] did not ask for experts"),
+        replayer.replay(random_routes(16, replayer.spec), micro_batch_size=2),
+    ):
+        tiny.train_step(chunks, tiny.tokens(1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("moe_router_fusion", True),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_expert_capacity_factor", 1.0),
+        ("cuda_graph_impl", "local"),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("hybrid_context_parallel", True),
+        ("moe_router_force_load_balancing", True),
+    ],
+)
+def test_settings_that_bypass_replay_are_refused_at_the_start(hf: Any, setting: str, value: Any) -> None:
+    chunks = tiny.megatron_model(hf)
+    setattr(chunks[0].config, setting, value)
+    with pytest.raises(ReplayError, match=f"cannot be replayed with {setting}="):
+        MegatronReplay(chunks)
+
+
+def test_what_is_not_the_chunks_of_one_model_is_refused(hf: Any) -> None:
+    (chunk,) = tiny.megatron_model(hf)
+    for chunks, message in [
+        ([], "got an empty list"),
+        (["model"], "got str"),
+        ([chunk, chunk], "this rank has 1 model chunks .* got 2"),
+        (
+            torch.nn.Linear(2, 2),
+            "expected one module whose `decoder` is a TransformerBlock, got 0 in a Linear",
+        ),
+        (tiny.megatron_model(tiny.hf_model(mlp_only_layers=[0, 1, 2, 3])), "no router"),
+    ]:
+        with pytest.raises(ReplayError, match=message):
+            MegatronReplay(chunks)
+    both = torch.nn.ModuleList([chunk, tiny.megatron_model(hf)[0]])
+    with pytest.raises(ReplayError, match="got 2 with routers"):
+        MegatronReplay([torch.nn.Sequential(*both)])

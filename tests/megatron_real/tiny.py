@@ -1,0 +1,260 @@
+"""Tiny models in both libraries: a Hugging Face model, and the megatron-core model of the same weights on this rank.
+
+The mapping of the weights also maps gradients: a gradient of megatron must equal the part of the Hugging Face gradient
+that has its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.megatron_real import cpu  # noqa: F401  (first: it lets megatron run on a CPU)
+
+# isort: split
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from router_replay import RouterSpec as RouterSpec
+
+VOCABULARY = 64
+LENGTH = 8
+
+
+def start(rank: int = 0, world: int = 1, store: str = "", **sizes: Any) -> None:
+    """Join the process group, and divide it by `sizes`: arguments of initialize_model_parallel."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+
+
+def hf_model(**changes: Any) -> Any:
+    """A Qwen3-MoE model of four layers, the first of them dense."""
+    settings: dict[str, Any] = dict(  # noqa: C408
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+        mlp_only_layers=[0], max_position_embeddings=64, initializer_range=0.2, norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones would hide a layer norm that got the place of another
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def config_of(hf: Any, **changes: Any) -> TransformerConfig:
+    c = hf.config
+    dense = set(c.mlp_only_layers)
+    settings: dict[str, Any] = dict(  # noqa: C408
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        num_attention_heads=c.num_attention_heads,
+        num_query_groups=c.num_key_value_heads,
+        kv_channels=c.head_dim,
+        ffn_hidden_size=c.intermediate_size,
+        moe_ffn_hidden_size=c.moe_intermediate_size,
+        num_moe_experts=c.num_experts,
+        moe_router_topk=c.num_experts_per_tok,
+        moe_router_pre_softmax=not c.norm_topk_prob,
+        moe_layer_freq=[int(layer not in dense) for layer in range(c.num_hidden_layers)],
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=c.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    )
+    if settings["pipeline_model_parallel_size"] > 1:
+        settings |= {"batch_p2p_comm": False}
+    return TransformerConfig(**(settings | changes))
+
+
+def megatron_model(hf: Any, mtp: bool = False, **changes: Any) -> list[Any]:
+    """This rank's chunks of the megatron-core model with the weights of `hf`; `changes` are settings of its config."""
+    config = config_of(hf, **({"mtp_num_layers": 1} if mtp else {}), **changes)
+    chunks = []
+    virtual = config.virtual_pipeline_model_parallel_size
+    for stage in range(virtual or 1):
+        place = {"vp_stage": stage if virtual else None}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **place)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place)
+        chunk = GPTModel(
+            config,
+            spec,
+            vocab_size=hf.config.vocab_size,
+            max_sequence_length=hf.config.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            rotary_base=hf.config.rope_parameters["rope_theta"],
+            share_embeddings_and_output_weights=False,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp else None,
+            **place,
+        )
+        load(chunk, dict(hf.named_parameters()))
+        chunks.append(chunk)
+    return chunks
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+
+
+def load(chunk: Any, tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if not name.startswith("mtp."):
+                parameter.copy_(from_hf(chunk, name, tensors))
+
+
+def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
+    """The part of the Hugging Face `tensors` (weights or gradients) that has the place of parameter `name` here."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+    def split(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(size, dim)[rank]
+
+    if name == "embedding.word_embeddings.weight":
+        return split(tensors["model.embed_tokens.weight"], 0)
+    if name == "output_layer.weight":
+        return split(tensors["lm_head.weight"], 0)
+    if name == "decoder.final_layernorm.weight":
+        return tensors["model.norm.weight"]
+    _, _, index, part = name.split(".", 3)
+    layer = chunk.decoder.layers[int(index)]
+    hf = f"model.layers.{layer.layer_number - 1}."
+    if part == "self_attention.linear_qkv.weight":
+        groups, width = chunk.config.num_query_groups, chunk.config.hidden_size
+        qkv = [tensors[f"{hf}self_attn.{one}_proj.weight"].reshape(groups, -1, width) for one in "qkv"]
+        return split(torch.cat(qkv, 1).reshape(-1, width), 0)
+    if part == "self_attention.linear_proj.weight":
+        return split(tensors[hf + "self_attn.o_proj.weight"], 1)
+    norms = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+    }
+    if part in norms:
+        return tensors[hf + norms[part]]
+    if part == "mlp.linear_fc1.weight":
+        return torch.cat([split(tensors[f"{hf}mlp.{one}_proj.weight"], 0) for one in ("gate", "up")])
+    if part == "mlp.linear_fc2.weight":
+        return split(tensors[hf + "mlp.down_proj.weight"], 1)
+    expert, matrix = int(part.split(".")[3]), part.split(".")[4]
+    expert = layer.mlp.local_expert_indices[expert]
+    return tensors[hf + ("mlp.experts.gate_up_proj" if matrix == "linear_fc1" else "mlp.experts.down_proj")][expert]
+
+
+# -- running ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Step:
+    losses: list[Tensor]  # per micro-batch [b, s], on the last stage
+    gradients: list[dict[str, Tensor]]  # per chunk
+
+
+def tokens(micro_batches: int = 1, sequences: int = 2, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (sequences, length + 1), generator=made) for _ in range(micro_batches)]
+
+
+def train_step(
+    chunks: Sequence[Any],
+    batches: Sequence[Tensor],
+    forward_only: bool = False,
+    during: Callable[[int], None] = lambda number: None,
+) -> Step:
+    """Run the schedule that megatron has for this pipeline; `during` is called before each forward step."""
+    losses: list[Tensor] = []
+    steps = iter(range(10**9))
+
+    def forward_step(data: Any, model: Any) -> Any:
+        during(next(steps))
+        batch = next(data)
+        out = forward(model, batch)
+
+        def loss(found: Tensor) -> Any:
+            losses.append(found.detach())
+            return found.sum(), {}
+
+        return out, loss
+
+    for chunk in chunks:
+        chunk.zero_grad()
+    data: Any = [iter(batches) for _ in chunks]
+    sequences, length = batches[0].shape
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=length - 1,
+        micro_batch_size=sequences,
+        forward_only=forward_only,
+    )
+    return Step(losses, [gradients(chunk) for chunk in chunks])
+
+
+def forward(model: nn.Module, batch: Tensor) -> Tensor:
+    """The loss of every token [b, s] on the last stage; hidden states on others."""
+    length = batch.shape[1] - 1
+    positions = torch.arange(length).expand(len(batch), length)
+    mask = torch.triu(torch.ones(length, length), 1).bool()[None, None]
+    return model(batch[:, :-1], positions, mask, labels=batch[:, 1:])
+
+
+def gradients(chunk: Any) -> dict[str, Tensor]:
+    """The gradients of a chunk, summed over tensor parallel ranks where each has those of its own positions."""
+    found = {}
+    for name, parameter in chunk.named_parameters():
+        if parameter.grad is None:
+            continue
+        grad = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        found[name] = grad
+    return found
+
+
+def hf_losses(model: Any, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(len(batch), -1)
