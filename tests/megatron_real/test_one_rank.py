@@ -377,7 +377,7 @@ def test_every_row_must_be_used_as_often_as_it_must(hf: Any) -> None:
     replayer = MegatronReplay(chunks)
     routes = [random_routes(16, replayer.spec, seed) for seed in range(2)]
 
-    def half_of_the_backward() -> None:
+    def half_way() -> None:
         first, _ = [tiny.forward(chunks[0], batch).sum() for batch in tiny.tokens(2)]
         first.backward()
 
@@ -395,7 +395,7 @@ def test_every_row_must_be_used_as_often_as_it_must(hf: Any) -> None:
         (
             "layer 1, micro-batch 1: the rows were used in 0 recomputes of backward, expected 1",
             {},
-            half_of_the_backward,
+            half_way,
         ),
         (
             "layer 1, micro-batch 0: the rows were used in 0 recomputes of backward, expected 1",

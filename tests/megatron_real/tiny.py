@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from router_replay import RouterSpec as RouterSpec
 
@@ -52,16 +52,55 @@ def hf_model(**changes: Any) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes)))
+    shake(model)
+    return model
+
+
+def glm_model(bias: float = 0.2, **changes: Any) -> Any:
+    """A GLM-4.5 model of three layers, which routes as DeepSeek-V3 does: sigmoid, bias, groups, scaling, shared expert.
+
+    DeepSeek-V3 itself needs Transformer Engine in megatron-core, for its attention.
+    """
+    settings: dict[str, Any] = dict(  # noqa: C408
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=16, num_experts_per_tok=4,
+        n_group=4, topk_group=2, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+        first_k_dense_replace=1, use_qk_norm=True, max_position_embeddings=64, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes)))
+    shake(model)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += bias * torch.randn_like(buffer)
+    return model
+
+
+def shake(model: nn.Module) -> None:
+    """Change the weights of layer norms: ones everywhere would hide a layer norm that got the place of another."""
+    torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # all ones would hide a layer norm that got the place of another
+            if "norm" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
-    return model
 
 
 def config_of(hf: Any, **changes: Any) -> TransformerConfig:
     c = hf.config
-    dense = set(c.mlp_only_layers)
+    if c.model_type == "qwen3_moe":
+        dense, experts = set(c.mlp_only_layers), c.num_experts
+        own: dict[str, Any] = {"moe_router_pre_softmax": not c.norm_topk_prob}
+    else:
+        dense, experts = set(range(c.first_k_dense_replace)), c.n_routed_experts
+        own = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": c.n_group,
+            "moe_router_group_topk": c.topk_group,
+            "moe_router_topk_scaling_factor": c.routed_scaling_factor,
+            "moe_shared_expert_intermediate_size": c.moe_intermediate_size * c.n_shared_experts,
+        }
     settings: dict[str, Any] = dict(  # noqa: C408
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
@@ -70,9 +109,8 @@ def config_of(hf: Any, **changes: Any) -> TransformerConfig:
         kv_channels=c.head_dim,
         ffn_hidden_size=c.intermediate_size,
         moe_ffn_hidden_size=c.moe_intermediate_size,
-        num_moe_experts=c.num_experts,
+        num_moe_experts=experts,
         moe_router_topk=c.num_experts_per_tok,
-        moe_router_pre_softmax=not c.norm_topk_prob,
         moe_layer_freq=[int(layer not in dense) for layer in range(c.num_hidden_layers)],
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
@@ -102,7 +140,7 @@ def config_of(hf: Any, **changes: Any) -> TransformerConfig:
     )
     if settings["pipeline_model_parallel_size"] > 1:
         settings |= {"batch_p2p_comm": False}
-    return TransformerConfig(**(settings | changes))
+    return TransformerConfig(**(settings | own | changes))
 
 
 def megatron_model(hf: Any, mtp: bool = False, **changes: Any) -> list[Any]:
@@ -123,12 +161,13 @@ def megatron_model(hf: Any, mtp: bool = False, **changes: Any) -> list[Any]:
             pre_process=first,
             post_process=last,
             position_embedding_type="rope",
+            rotary_percent=hf.config.rope_parameters.get("partial_rotary_factor", 1.0),
             rotary_base=hf.config.rope_parameters["rope_theta"],
             share_embeddings_and_output_weights=False,
             mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp else None,
             **place,
         )
-        load(chunk, dict(hf.named_parameters()))
+        load(chunk, hf.state_dict())
         chunks.append(chunk)
     return chunks
 
@@ -141,6 +180,10 @@ def load(chunk: Any, tensors: dict[str, Tensor]) -> None:
         for name, parameter in chunk.named_parameters():
             if not name.startswith("mtp."):
                 parameter.copy_(from_hf(chunk, name, tensors))
+        for layer in chunk.decoder.layers:
+            bias = tensors.get(f"model.layers.{layer.layer_number - 1}.mlp.gate.e_score_correction_bias")
+            if bias is not None and layer.mlp.router.expert_bias is not None:
+                layer.mlp.router.expert_bias.copy_(bias)
 
 
 def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -174,10 +217,11 @@ def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
     }
     if part in norms:
         return tensors[hf + norms[part]]
-    if part == "mlp.linear_fc1.weight":
-        return torch.cat([split(tensors[f"{hf}mlp.{one}_proj.weight"], 0) for one in ("gate", "up")])
-    if part == "mlp.linear_fc2.weight":
-        return split(tensors[hf + "mlp.down_proj.weight"], 1)
+    for mlp in ("mlp.", "mlp.shared_experts."):
+        if part == f"{mlp}linear_fc1.weight":
+            return torch.cat([split(tensors[f"{hf}{mlp}{one}_proj.weight"], 0) for one in ("gate", "up")])
+        if part == f"{mlp}linear_fc2.weight":
+            return split(tensors[f"{hf}{mlp}down_proj.weight"], 1)
     expert, matrix = int(part.split(".")[3]), part.split(".")[4]
     expert = layer.mlp.local_expert_indices[expert]
     return tensors[hf + ("mlp.experts.gate_up_proj" if matrix == "linear_fc1" else "mlp.experts.down_proj")][expert]
@@ -243,7 +287,7 @@ def forward(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def gradients(chunk: Any) -> dict[str, Tensor]:
-    """The gradients of a chunk, summed over tensor parallel ranks where each has those of its own positions."""
+    """The gradients of a chunk, summed over the ranks that have other tokens."""
     found = {}
     for name, parameter in chunk.named_parameters():
         if parameter.grad is None:
@@ -251,6 +295,10 @@ def gradients(chunk: Any) -> dict[str, Tensor]:
         grad = parameter.grad.clone()
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        if getattr(parameter, "allreduce", True):
+            dist.all_reduce(grad, group=parallel_state.get_data_parallel_group())
+        else:  # an expert, which got the tokens of all ranks of its expert parallel group
+            dist.all_reduce(grad, group=parallel_state.get_expert_data_parallel_group())
         found[name] = grad
     return found
 
