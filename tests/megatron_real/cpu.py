@@ -59,6 +59,7 @@ def shim() -> None:
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     cuda, cpu, state = torch.cuda, torch.device("cpu"), torch.zeros(1, dtype=torch.uint8)
     cuda.current_device = lambda: cpu
@@ -80,6 +81,13 @@ def shim() -> None:
 
     moe_utils.te_general_gemm = None  # a name that 0.16.1 defines only where Transformer Engine is installed
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+    def norm(cls: Any, config: Any, hidden_size: int, eps: float, **kwargs: Any) -> Any:
+        made = torch.nn.RMSNorm(hidden_size, eps)
+        made.weight.sequence_parallel = config.sequence_parallel  # megatron's own refuses sequence parallelism
+        return made
+
+    WrappedTorchNorm.__new__ = norm
 
 
 if not torch.cuda.is_available():
