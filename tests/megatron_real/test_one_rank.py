@@ -361,6 +361,15 @@ def test_rows_that_do_not_fit_are_refused_before_the_schedule(hf: Any) -> None:
         pass
 
 
+def test_a_part_of_a_batch_is_refused(hf: Any) -> None:
+    replayer = MegatronReplay(tiny.megatron_model(hf))
+    sample = Sample(np.arange(8), np.zeros(8), np.ones(8, bool), random_routes(8, replayer.spec))
+    batch = pack([sample], max_tokens=8)
+    for part in (batch.shard(0, 2), batch.split(2)[0]):
+        with pytest.raises(ReplayError, match="micro-batch 0: expected the whole micro-batch"), replayer.replay(part):
+            pass
+
+
 def test_rows_of_another_shape_are_refused_by_the_first_router(hf: Any) -> None:
     chunks = tiny.megatron_model(hf)
     replayer = MegatronReplay(chunks)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from router_replay.batch.megatron import Share
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError, shorten
-from router_replay.replay.megatron.layout import Share
 from router_replay.replay.megatron.routers import Chunk
 from router_replay.replay.megatron.site import MicroBatchPlan, RouterSite, Use
 from router_replay.replay.replayable import count_rows

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed
 
+from router_replay.batch.megatron import MegatronLayout, Share
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
-from router_replay.replay.megatron.layout import Layout, Share
 from router_replay.replay.megatron.passes import ChunkRecording
 from router_replay.replay.megatron.routers import Found
 from router_replay.routes import Routes
@@ -50,37 +50,52 @@ class MegatronRecorded:
         Raises ReplayError if other ranks hold a part of them: then use `gather`.
         """
         found = self._found
-        if found.tensor_group is not None or found.layout.layers != found.spec.layers:
+        layout = found.layout
+        if layout.parts * layout.context_parts > 1 or layout.layers != found.spec.layers:
             raise ReplayError(
-                "other ranks hold a part of these routes (sequence or pipeline parallelism): call gather() on all of "
-                "them, which returns one Routes per micro-batch"
+                "other ranks hold a part of these routes (sequence, context or pipeline parallelism): call gather() on "
+                "all of them, which returns one Routes per micro-batch"
             )
         return Routes.concat(self.gather())
 
-    def gather(self) -> list[Routes]:
+    def gather(self, boundaries: Sequence[np.ndarray] | None = None) -> list[Routes]:
         """Return the whole model's rows of each micro-batch, in the order of its tokens, on every rank.
 
-        All ranks of the tensor and pipeline parallel groups must call this together. Data parallel ranks have
+        `boundaries` are the cu_seqlens of each micro-batch, needed for packed sequences under context parallelism.
+        All ranks of the tensor, context and pipeline parallel groups must call this together. Data parallel ranks have
         micro-batches of their own, which are not exchanged.
         """
         found = self._found
         mine = [(share.rows.ids.cpu().numpy(), share.sequences) for share in self.shares]
         parts = [(found.layout, mine)]
-        for group in (found.tensor_group, found.pipeline_group):
+        for group in (found.tensor_group, found.context_group, found.pipeline_group):
             parts = _exchanged(parts, group)
         passes = max(len(shares) for _, shares in parts)
         parts = [part for part in parts if part[1]]  # a stage without routed layers has none
-        return [self._whole([(layout, shares[number]) for layout, shares in parts]) for number in range(passes)]
+        if boundaries is not None and len(boundaries) != passes:
+            raise ReplayError(
+                f"boundaries must have one entry per micro-batch: expected {passes}, got {len(boundaries)}"
+            )
+        return [
+            self._whole(
+                [(layout, shares[number]) for layout, shares in parts],
+                None if boundaries is None else boundaries[number],
+            )
+            for number in range(passes)
+        ]
 
-    def _whole(self, parts: Sequence[tuple[Layout, tuple[np.ndarray, int]]]) -> Routes:
+    def _whole(
+        self, parts: Sequence[tuple[MegatronLayout, tuple[np.ndarray, int]]], boundaries: np.ndarray | None
+    ) -> Routes:
         """Join the parts of one micro-batch: each has its layers, its tokens in router order, and its sequences."""
         spec = self._found.spec
         layout, (ids, sequences) = parts[0]
-        tokens = len(ids) * layout.parts
+        tokens = len(ids) * layout.parts * layout.context_parts
+        refuse_unknown_boundaries(layout, sequences, boundaries)
         whole = np.zeros((tokens, *spec.row_shape), spec.dtype)
         for layout, (ids, _) in parts:
             columns = [spec.layers.index(layer) for layer in layout.layers]
-            whole[layout.index(tokens, sequences)[:, None], columns] = ids
+            whole[layout.index(tokens, sequences, boundaries)[:, None], columns] = ids
         return Routes(whole, spec)
 
     def _share(self, number: int, positions: int, sequences: int) -> Share:
@@ -88,6 +103,15 @@ class MegatronRecorded:
         captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
         spec = self._found.spec.select(self._found.layout.layers)
         return Share(TensorRoutes(ids_TLK, captured, spec, True), positions * sequences, sequences)
+
+
+def refuse_unknown_boundaries(layout: MegatronLayout, sequences: int, boundaries: np.ndarray | None) -> None:
+    """Raise ReplayError if the tokens of one row may be packed sequences that context parallelism cuts one by one."""
+    if layout.context_parts > 1 and layout.context_kind == "zigzag" and sequences == 1 and boundaries is None:
+        raise ReplayError(
+            "context parallelism cuts every packed sequence, and their boundaries are not known: pass a Batch, a Share "
+            "that was cut with boundaries, or gather(boundaries=[...]); [0, tokens] if there is one sequence"
+        )
 
 
 def _exchanged(parts: list[Any], group: Any) -> list[Any]:

@@ -21,11 +21,12 @@ import torch.distributed
 from torch import nn
 
 from router_replay.batch import Batch, LocalBatch
+from router_replay.batch.megatron import MegatronLayout, Share
+from router_replay.batch.sharding import ShardKind
 from router_replay.batch.tensors import TensorRoutes
-from router_replay.errors import ReplayError
-from router_replay.replay.megatron.layout import Layout, Share
+from router_replay.errors import BatchError, ReplayError
 from router_replay.replay.megatron.passes import ChunkPass, ChunkRecording, Schedule
-from router_replay.replay.megatron.recorded import MegatronRecorded
+from router_replay.replay.megatron.recorded import MegatronRecorded, refuse_unknown_boundaries
 from router_replay.replay.megatron.routers import find_routers
 from router_replay.replay.replayable import refuse_missing, rows_and_masks
 from router_replay.replay.stats import Stats
@@ -39,14 +40,20 @@ class MegatronReplay:
     `model_chunks` is the model of this rank, or the list of its chunks with virtual pipeline stages, bare or wrapped
     (DDP, Float16Module). Multi-token prediction is left alone. With pipeline parallelism all ranks must make their
     MegatronReplay together. A `spec` that is passed must equal that of the whole model. With `agreement`, each replayed
-    pass also computes the live choice and counts how often both agree. ReplayError is raised if the chunks are not
-    those of one model, if a setting would bypass replay, or if they already belong to another MegatronReplay.
+    pass also computes the live choice and counts how often both agree. `context_kind` is how context parallelism cuts
+    the sequences: "zigzag" or "contiguous". ReplayError is raised if the chunks are not those of one model, if a
+    setting would bypass replay, or if they already belong to another MegatronReplay.
     """
 
     def __init__(
-        self, model_chunks: nn.Module | Sequence[nn.Module], spec: RouterSpec | None = None, *, agreement: bool = False
+        self,
+        model_chunks: nn.Module | Sequence[nn.Module],
+        spec: RouterSpec | None = None,
+        *,
+        agreement: bool = False,
+        context_kind: ShardKind = "zigzag",
     ) -> None:
-        self._found = find_routers(model_chunks)
+        self._found = find_routers(model_chunks, context_kind)
         if spec is not None and spec != self._found.spec:
             raise ReplayError(f"spec must equal that of the model's routers: expected {self._found.spec}, got {spec}")
         self._agreement = agreement
@@ -64,7 +71,7 @@ class MegatronReplay:
         return self._found.spec
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> MegatronLayout:
         """This rank's layers and tokens. Send it to the process that holds the routes to receive only this share."""
         return self._found.layout
 
@@ -212,6 +219,11 @@ class MegatronReplay:
                 )
             return entry
         try:
+            if isinstance(entry, LocalBatch) or (isinstance(entry, Batch) and entry.shard_of is not None):
+                raise ReplayError(
+                    "expected the whole micro-batch, which is cut here as Megatron cuts it, got a part that was cut "
+                    "before: pass the Batch, or a Share of this replayer's layout"
+                )
             rows, loss_mask, idle = rows_and_masks(entry, loss_mask, idle)
             if isinstance(rows, TensorRoutes):
                 raise ReplayError("expected routes on the host (Routes), got TensorRoutes")
@@ -220,8 +232,10 @@ class MegatronReplay:
                 refuse_missing(rows, loss_mask)
             if padding is None:
                 padding = _padding_of(entry)
-            return self.layout.share(rows, sequences, padding=padding, idle=idle)
-        except ReplayError as error:
+            boundaries = entry.cu_seqlens if isinstance(entry, Batch) else None
+            refuse_unknown_boundaries(self.layout, sequences, boundaries)
+            return self.layout.share(rows, sequences, boundaries=boundaries, padding=padding, idle=idle)
+        except (ReplayError, BatchError) as error:
             raise ReplayError(f"micro-batch {number}: {error}") from error
 
     def _refuse_spec(self, spec: RouterSpec) -> None:
@@ -234,7 +248,7 @@ class MegatronReplay:
 
     def _refuse_lengths(self, shares: Sequence[Share], sequences: int, seq_length: int | None) -> None:
         for number, share in enumerate(shares):
-            got = share.tokens * self.layout.parts
+            got = share.tokens * self.layout.parts * self.layout.context_parts
             if share.sequences != sequences or (seq_length is not None and got != sequences * seq_length):
                 raise ReplayError(
                     f"micro-batch {number}: the schedule runs {sequences} sequences of "
@@ -272,8 +286,6 @@ def _each(masks: Any, count: int, name: str) -> list[Any]:
 
 def _padding_of(entry: Any) -> np.ndarray | None:
     """Return the mask of padding of a batch; None for bare routes, of which it is not known."""
-    if isinstance(entry, LocalBatch):
-        return entry.whole.sample_ids[entry.place] < 0
     return entry.sample_ids < 0 if isinstance(entry, Batch) else None
 
 

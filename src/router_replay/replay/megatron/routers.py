@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed
 from torch import nn
 
+from router_replay.batch.megatron import MegatronLayout
+from router_replay.batch.sharding import ShardKind
 from router_replay.errors import ReplayError, shorten
-from router_replay.replay.megatron.layout import Layout
 from router_replay.spec import RouterSpec
 
 TESTED = "0.16.1"
@@ -45,20 +46,23 @@ class Found:
     """Describes this rank's part of a Megatron model.
 
     `spec` describes the whole model, over all pipeline stages. `token_group` holds the ranks that route other tokens
-    with the same layers, `tensor_group` the ranks with other tokens of the same micro-batch (None without sequence
-    parallelism), and `pipeline_group` those with other layers.
+    with the same layers, and `pipeline_group` those with other layers. `tensor_group` (None without sequence
+    parallelism) and `context_group` hold the ranks with other tokens of the same micro-batch.
     """
 
     chunks: tuple[Chunk, ...]
     spec: RouterSpec
-    layout: Layout
+    layout: MegatronLayout
     token_group: Any
     tensor_group: Any
+    context_group: Any
     pipeline_group: Any
 
 
-def find_routers(model_chunks: nn.Module | Sequence[nn.Module]) -> Found:
+def find_routers(model_chunks: nn.Module | Sequence[nn.Module], context_kind: ShardKind = "zigzag") -> Found:
     """Find the routers of this rank's `model_chunks`: the list that the schedules get, or one model.
+
+    `context_kind` is how context parallelism cuts the sequences.
 
     With pipeline parallelism all ranks of the pipeline must call this together: they exchange their layer ids. Raises
     ReplayError if the chunks are not those of one model, or if a setting would bypass replay.
@@ -88,12 +92,21 @@ def find_routers(model_chunks: nn.Module | Sequence[nn.Module]) -> Found:
         config.num_moe_experts, config.moe_router_topk, tuple(sorted(whole)), num_layers=config.num_layers
     )
     scattered = config.sequence_parallel and groups.tp.size() > 1
+    layout = MegatronLayout(
+        layers=tuple(layers),
+        part=groups.tp.rank() if scattered else 0,
+        parts=groups.tp.size() if scattered else 1,
+        context_part=groups.cp.rank(),
+        context_parts=groups.cp.size(),
+        context_kind=context_kind,
+    )
     return Found(
         chunks=chunks,
         spec=spec,
-        layout=Layout(tuple(layers), groups.tp.rank(), groups.tp.size()) if scattered else Layout(tuple(layers)),
+        layout=layout,
         token_group=groups.tp_dp_cp if scattered else groups.dp_cp,
         tensor_group=groups.tp if scattered else None,
+        context_group=groups.cp,
         pipeline_group=groups.pp,
     )
 
