@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an environment of its own: make test-megatron")
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay as NativeReplay
 from torch import Tensor
@@ -287,6 +289,24 @@ def test_the_native_replay_of_megatron_is_left_as_it_was(hf: Any) -> None:
         assert all(native.recorded_topk_idx is None and not native.replay_backward_list for native in natives)
     finally:
         NativeReplay.clear_global_router_replay_instances()
+
+
+@pytest.mark.parametrize("wrapper", ["float16", "ddp"])
+def test_wrapped_models_are_found_and_replayed(hf: Any, wrapper: str) -> None:
+    if wrapper == "float16":
+        (chunk,) = tiny.megatron_model(hf, bf16=True)
+        model: Any = Float16Module(chunk.config, chunk)
+    else:
+        (chunk,) = tiny.megatron_model(hf)
+        model = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
+    replayer = MegatronReplay([model])
+    routes = random_routes(16, replayer.spec)
+    (batch,) = tiny.tokens(1)
+    with replayer.replay(routes, micro_batch_size=2), replayer.record() as recording:
+        tiny.forward(model, batch).sum().backward()
+    assert recording.routes == routes
+    weight = chunk.decoder.layers[1].mlp.router.weight
+    assert (weight.main_grad if wrapper == "ddp" else weight.grad).abs().sum() > 0
 
 
 # -- multi-token prediction, padding ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an envi
 import torch
 from torch import Tensor
 
-from router_replay import RouterReplay, Routes
+from router_replay import RouterReplay, Routes, measure
 from router_replay.replay.megatron import MegatronReplay
 from tests.makers import random_routes
 from tests.megatron_real import tiny
@@ -53,6 +53,8 @@ def test_megatron_and_transformers_agree_under_the_same_routes(name: str, missin
             losses = tiny.hf_losses(hf, batch)
             (losses.sum() / len(batches)).backward()
         used.append(recorded.routes)
+        gap = measure.logprob_gap(-step.losses[number], -losses.detach(), np.ones(losses.shape, bool))
+        assert gap.k3 < 1e-6
         close(step.losses[number], losses)
     for mine, other in zip(recording.gather(), used, strict=True):
         assert mine.same_sets(other)

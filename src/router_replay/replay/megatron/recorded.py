@@ -20,7 +20,8 @@ from router_replay.routes import Routes
 class MegatronRecorded:
     """Holds what the routers of this rank chose in a record block: one Share per micro-batch, in order.
 
-    Pass it to `MegatronReplay.replay` to use the same experts again, on the same ranks and micro-batches.
+    Pass it to `MegatronReplay.replay` to use the same experts again, on the same ranks and micro-batches. `found` is
+    this rank's part of the model, and `recordings` has one entry for each of its chunks with routers.
     """
 
     def __init__(self, found: Found, recordings: Sequence[ChunkRecording]) -> None:
@@ -106,7 +107,10 @@ class MegatronRecorded:
 
 
 def refuse_unknown_boundaries(layout: MegatronLayout, sequences: int, boundaries: np.ndarray | None) -> None:
-    """Raise ReplayError if the tokens of one row may be packed sequences that context parallelism cuts one by one."""
+    """Raise ReplayError if `boundaries` are None, and `layout` cuts each packed sequence of a micro-batch by itself.
+
+    A micro-batch of several `sequences` has sequences of equal length, and needs no boundaries.
+    """
     if layout.context_parts > 1 and layout.context_kind == "zigzag" and sequences == 1 and boundaries is None:
         raise ReplayError(
             "context parallelism cuts every packed sequence, and their boundaries are not known: pass a Batch, a Share "
