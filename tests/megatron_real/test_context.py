@@ -15,6 +15,12 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from router_replay.batch.megatron import MegatronLayout
 from router_replay.errors import ReplayError
 from router_replay.replay.megatron.recorded import refuse_unknown_boundaries
+from tests.megatron_real import tiny
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> None:
+    tiny.start()  # without a process group megatron takes every group for one rank
 
 
 class Group:

@@ -126,6 +126,7 @@ class ChunkPass(Wrapper):
             out = self.original(*args, **kwargs)
             self._refuse_unused()
             if plan is not None and schedule is not None:
+                plan.count_agreement()
                 plan.passes += 1
                 schedule.done(self.chunk, plan)
         self._record()

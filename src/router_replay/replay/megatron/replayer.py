@@ -101,13 +101,15 @@ class MegatronReplay:
         width, own = len(layers), [layers.index(layer) for layer in mine.layers]
         for kind in range(3):  # rows replayed, rows live, rows that agree
             wide[2 + kind * width + np.array(own, np.int64)] = rest[kind * len(own) : (kind + 1) * len(own)]
-        counts = torch.from_numpy(wide)
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
-            counts = counts.cuda()
-        if self._found.token_group is not None:
-            torch.distributed.all_reduce(counts, group=self._found.token_group)
-        if self._found.pipeline_group is not None:  # other stages hold zeros for these layers
-            torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=self._found.pipeline_group)
+        counts = torch.from_numpy(wide).to(next(self._found.chunks[0].decoder.parameters()).device)
+        if self._found.token_group is None:
+            raise ReplayError(
+                "the model does not know the ranks with other tokens: set tp_dp_cp and dp_cp in its "
+                "ProcessGroupCollection, or use `stats`, which counts this rank alone"
+            )
+        torch.distributed.all_reduce(counts, group=self._found.token_group)
+        # Other stages hold zeros for these layers.
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=self._found.pipeline_group)
         return Stats.from_counts(layers, counts.tolist())
 
     @contextlib.contextmanager
@@ -147,7 +149,8 @@ class MegatronReplay:
             raise ReplayError(f'on_missing must be "raise" or "live", got {on_missing!r}')
         self._refuse_open("open a replay block")
         entries = _entries(micro_batches)
-        expected = num_microbatches if self._passes or entries else None
+        nothing_recorded = isinstance(micro_batches, MegatronRecorded) and not self._passes  # a stage without routers
+        expected = None if nothing_recorded else num_microbatches
         if expected is not None and len(entries) != expected:
             raise ReplayError(f"expected one entry per micro-batch: the schedule runs {expected}, got {len(entries)}")
         masks = [

@@ -46,8 +46,9 @@ class Found:
     """Describes this rank's part of a Megatron model.
 
     `spec` describes the whole model, over all pipeline stages. `token_group` holds the ranks that route other tokens
-    with the same layers, and `pipeline_group` those with other layers. `tensor_group` (None without sequence
-    parallelism) and `context_group` hold the ranks with other tokens of the same micro-batch.
+    with the same layers (None if the model does not know them), and `pipeline_group` those with other layers.
+    `tensor_group` (None without sequence parallelism) and `context_group` hold the ranks with other tokens of the same
+    micro-batch.
     """
 
     chunks: tuple[Chunk, ...]
@@ -104,7 +105,7 @@ def find_routers(model_chunks: nn.Module | Sequence[nn.Module], context_kind: Sh
         chunks=chunks,
         spec=spec,
         layout=layout,
-        token_group=groups.tp_dp_cp if scattered else groups.dp_cp,
+        token_group=getattr(groups, "tp_dp_cp" if scattered else "dp_cp", None),
         tensor_group=groups.tp if scattered else None,
         context_group=groups.cp,
         pipeline_group=groups.pp,

@@ -52,6 +52,11 @@ class MicroBatchPlan(Plan):
     padding_T: Tensor | None = None
     effective: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
+    def move(self, device: torch.device) -> None:
+        """Move all tensors to `device`."""
+        super().move(device)
+        self.padding_T = None if self.padding_T is None else self.padding_T.to(device)
+
 
 class Choice:
     """Answers one call of a router in place of Megatron's own RouterReplay.
@@ -127,12 +132,11 @@ class RouterSite(Wrapper):
         if plan is None:
             return Choice(None, None, False)
         self._refuse_other_rows(plan, logits)
+        if plan.ids_TLK.device != logits.device:  # Megatron moves weights that were made on the host in the first pass
+            plan.move(logits.device)
         if not first_time and self.column.number in plan.effective:
             return Choice(plan.effective[self.column.number].long(), None, False)
-        compare = first_time and plan.agree_L is not None
-        if compare:
-            self.column.move(logits.device)
-        return Choice(plan.column(self.column), plan.live_T1, compare)
+        return Choice(plan.column(self.column), plan.live_T1, first_time and plan.agree_L is not None)
 
     def _note(self, plan: MicroBatchPlan | None, first_time: bool, choice: Choice) -> None:
         """Keep what the call did: for the recompute, for the counters and for the recordings."""
@@ -159,7 +163,7 @@ class RouterSite(Wrapper):
             if plan.live_T1 is not None:
                 plan.effective[self.column.number] = choice.chosen_TK.detach().to(plan.ids_TLK.dtype)
         if choice.ids_TK is not None:
-            plan.count_agreement(self.column, choice.ids_TK, choice.live_TK)
+            plan.compare(self.column, choice.ids_TK, choice.live_TK)
 
     def _refuse_other_rows(self, plan: MicroBatchPlan, logits: Tensor) -> None:
         positions, sequences = logits.shape[:2]
