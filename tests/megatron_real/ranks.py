@@ -1,6 +1,8 @@
-"""One of two processes over gloo: each way to divide the model runs the same micro-batches, and the results are saved.
+"""One of several processes over gloo: each way to divide the model runs the same micro-batches; results are saved.
 
-python -m tests.megatron_real.ranks FOLDER RANK
+    python -m tests.megatron_real.ranks FOLDER RANK WORLD
+
+A process runs the divisions for WORLD ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ MICRO_BATCHES, SEQUENCES, TOKENS = 4, 2, 16
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """One way to divide a model over two ranks: the sizes of its groups, settings, and the dense layers."""
+    """One way to divide a model over `world` ranks: the sizes of its groups, settings, and the dense layers."""
 
     sizes: dict[str, int]
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     dense: tuple[int, ...] = (0,)
     data_parallel: int = 1
+    world: int = 2
 
 
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -52,6 +55,8 @@ DIVISIONS = {
     "pipeline, no router on the first stage": Division(PIPELINE, dense=(0, 1)),
     "virtual pipeline": Division(VIRTUAL),
     "virtual pipeline, recompute": Division(VIRTUAL, FULL),
+    "tensor and pipeline": Division(TENSOR | PIPELINE, world=4),
+    "tensor and pipeline, recompute": Division(TENSOR | PIPELINE, FULL, world=4),
 }
 
 
@@ -72,7 +77,7 @@ def own(entries: list[Any], division: Division, rank: int) -> list[Any]:
 
 
 def run(division: Division, rank: int) -> dict[str, Any]:
-    tiny.start(rank, 2, **division.sizes)
+    tiny.start(rank, division.world, **division.sizes)
     chunks = tiny.megatron_model(hf_of(division), **division.settings)
     batches = own(tiny.tokens(MICRO_BATCHES, SEQUENCES), division, rank)
     shape = {"micro_batch_size": SEQUENCES, "seq_length": tiny.LENGTH, "num_microbatches": len(batches)}
@@ -155,10 +160,10 @@ def refusals(replayer: MegatronReplay, routes: list[Routes], shape: dict[str, An
 
 
 def main() -> None:
-    folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    tiny.start(rank, 2, str(folder / "store"))
-    found = {name: run(division, rank) for name, division in DIVISIONS.items()}
-    torch.save(found, folder / f"rank{rank}.pt")
+    folder, rank, world = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    tiny.start(rank, world, str(folder / f"store{world}"))
+    found = {name: run(division, rank) for name, division in DIVISIONS.items() if division.world == world}
+    torch.save(found, folder / f"rank{rank}of{world}.pt")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Two processes over gloo with the real megatron-core: EP, TP with sequence parallelism, PP, VPP, with recompute."""
+"""Two and four processes over gloo with the real megatron-core: EP, TP with SP, PP, VPP, with and without recompute."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ divisions = pytest.mark.parametrize("name", list(ranks.DIVISIONS))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two processes saved."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each process saved, by the number of processes."""
     folder = tmp_path_factory.mktemp("ranks")
+    return {world: run_ranks(folder, world) for world in (2, 4)}
+
+
+def run_ranks(folder: pathlib.Path, world: int) -> list[dict[str, Any]]:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.megatron_real.ranks", str(folder), str(rank)],
+            [sys.executable, "-W", "ignore", "-m", "tests.megatron_real.ranks", str(folder), str(rank), str(world)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
-        assert [process.wait(timeout=500) for process in processes] == [0, 0]
+        assert [process.wait(timeout=500) for process in processes] == [0] * world
     finally:
         for process in processes:
             process.kill()
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"rank{rank}of{world}.pt", weights_only=False) for rank in range(world)]
 
 
-def both(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [one[name] for one in found]
+def all_of(found: dict[int, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    return [one[name] for one in found[ranks.DIVISIONS[name].world]]
 
 
 @divisions
 def test_record_changes_nothing_and_its_own_rows_replay_to_the_bit(found: Any, name: str) -> None:
-    for one in both(found, name):
+    for one in all_of(found, name):
         same(one["recorded step"], one["live"])
         same(one["own step"], one["live"])
         same(one["live again"], one["live"])  # after forced, failed and forward-only blocks
@@ -65,7 +69,7 @@ def test_recorded_rows_of_all_ranks_are_those_of_one_process(found: Any, name: s
     with replayer.record() as recording:
         tiny.train_step(chunks, tiny.tokens(ranks.MICRO_BATCHES, ranks.SEQUENCES))
     alone = recording.gather()
-    for rank, one in enumerate(both(found, name)):
+    for rank, one in enumerate(all_of(found, name)):
         assert one["spec"] == replayer.spec
         for got, expected in zip(one["recorded"], ranks.own(alone, division, rank), strict=True):
             assert got.same_sets(expected)
@@ -74,7 +78,7 @@ def test_recorded_rows_of_all_ranks_are_those_of_one_process(found: Any, name: s
 @divisions
 def test_forced_rows_are_used_exactly_and_missing_rows_route_live(found: Any, name: str) -> None:
     division = ranks.DIVISIONS[name]
-    for rank, one in enumerate(both(found, name)):
+    for rank, one in enumerate(all_of(found, name)):
         assert one["forced used"] == ranks.own(ranks.forced(one["spec"]), division, rank)
         routes = ranks.own(ranks.forced(one["spec"], missing=True), division, rank)
         for used, given in zip(one["missing used"], routes, strict=True):
@@ -87,28 +91,28 @@ def test_forced_rows_are_used_exactly_and_missing_rows_route_live(found: Any, na
 
 @divisions
 def test_gradients_equal_those_of_transformers_in_one_process(found: Any, name: str) -> None:
-    for one in both(found, name):
+    for one in all_of(found, name):
         for mine, expected in zip(one["missing step"].gradients, one["gradients of transformers"], strict=True):
             assert mine.keys() == expected.keys()
             for parameter, gradient in mine.items():
                 close(gradient, expected[parameter])
 
 
-@pytest.mark.parametrize("name", ["expert", "tensor", "pipeline", "virtual pipeline"])
+@pytest.mark.parametrize("name", ["expert", "tensor", "pipeline", "virtual pipeline", "tensor and pipeline"])
 def test_recompute_gives_the_same_gradients_to_the_bit(found: Any, name: str) -> None:
     """A recompute with the rows of another micro-batch keeps the loss and changes the router's gradients."""
-    for plain, recomputed in zip(both(found, name), both(found, f"{name}, recompute"), strict=True):
+    for plain, recomputed in zip(all_of(found, name), all_of(found, f"{name}, recompute"), strict=True):
         for step in ("forced step", "missing step", "own step"):
             same(recomputed[step], plain[step])
 
 
 @divisions
 def test_a_rank_gets_the_rows_of_its_own_layers_and_tokens_only(found: Any, name: str) -> None:
-    spec = found[0][name]["spec"]
+    spec = all_of(found, name)[0]["spec"]
     total = ranks.MICRO_BATCHES * ranks.TOKENS * spec.row_bytes
-    shares = [one["bytes"] for one in both(found, name)]
+    shares = [one["bytes"] for one in all_of(found, name)]
     assert sum(shares) == total
-    for one, share in zip(both(found, name), shares, strict=True):
+    for one, share in zip(all_of(found, name), shares, strict=True):
         layers = len(one["layout"].layers) / len(spec.layers)
         tokens = 1 if one["layout"].parts == 1 and "pipeline" in name else 1 / 2
         assert share == total * layers * tokens
@@ -117,9 +121,11 @@ def test_a_rank_gets_the_rows_of_its_own_layers_and_tokens_only(found: Any, name
 
 @divisions
 def test_the_depth_of_the_schedule_bounds_the_rows_on_the_device(found: Any, name: str) -> None:
-    for rank, one in enumerate(both(found, name)):
+    for rank, one in enumerate(all_of(found, name)):
         chunks = sum(bool(gradients) for gradients in one["live"].gradients)
-        depth = {"pipeline, recompute": 2 - rank, "virtual pipeline, recompute": 2 * chunks}.get(name, 1)
+        depth = 1
+        if "pipeline, recompute" in name:  # ranks of the first stage come first
+            depth = 2 * chunks if "virtual" in name else 2 - rank * 2 // ranks.DIVISIONS[name].world
         for kind in ("forced", "missing"):
             assert one[f"{kind} held"] <= depth
             assert one[f"{kind} left"] == 0
@@ -127,7 +133,7 @@ def test_the_depth_of_the_schedule_bounds_the_rows_on_the_device(found: Any, nam
 
 @divisions
 def test_every_rank_refuses_bad_rows_before_the_schedule(found: Any, name: str) -> None:
-    for one in both(found, name):
+    for one in all_of(found, name):
         count, length, model, nothing = one["refused"]
         assert "the schedule runs" in count
         assert "got 3" in count or "got 1" in count
@@ -138,9 +144,10 @@ def test_every_rank_refuses_bad_rows_before_the_schedule(found: Any, name: str) 
 
 def test_layers_are_found_by_their_number_on_every_stage(found: Any) -> None:
     def layers(name: str) -> list[tuple[int, ...]]:
-        return [one["layout"].layers for one in both(found, name)]
+        return [one["layout"].layers for one in all_of(found, name)]
 
     assert layers("pipeline") == [(1,), (2, 3)]
     assert layers("pipeline, no router on the first stage") == [(), (2, 3)]
     assert layers("virtual pipeline") == [(2,), (1, 3)]  # chunks of one layer: 0 and 2, 1 and 3
     assert layers("tensor") == [(1, 2, 3), (1, 2, 3)]
+    assert layers("tensor and pipeline") == [(1,), (1,), (2, 3), (2, 3)]
