@@ -353,6 +353,36 @@ def test_padding_rows_are_valid_sets_and_are_not_counted(hf: Any, kind: str) -> 
         assert router.global_tokens_per_expert.sum() == (~padding).sum() * 2
 
 
+def test_masks_also_apply_to_recorded_rows_and_shares(hf: Any) -> None:
+    settings = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    chunks, batches = tiny.megatron_model(hf, **settings), tiny.tokens(1)
+    replayer = MegatronReplay(chunks)
+    padding = np.arange(16) % 8 >= 6
+    with torch.no_grad(), replayer.record() as recording:
+        tiny.train_step(chunks, batches, forward_only=True)
+    with replayer.replay(recording, micro_batch_size=2, padding=[padding]):
+        tiny.train_step(chunks, batches)
+    for number, router in enumerate(site.module for one in replayer._passes for site in one.sites):
+        expected = np.bincount(recording.routes.ids[~padding, number].reshape(-1), minlength=8)
+        assert router.local_tokens_per_expert.tolist() == expected.tolist()
+
+    share = replayer.layout.share(with_missing(random_routes(16, replayer.spec), [7, 9]), 2)
+    with replayer.replay(share, micro_batch_size=2, padding=padding):
+        tiny.train_step(chunks, batches)
+    assert replayer.stats.rows_live == (1, 1, 1)  # row 7 is padding
+    bears_loss = np.arange(16) == 9
+    with (
+        pytest.raises(ReplayError, match="micro-batch 0: 1 rows that bear loss are missing"),
+        replayer.replay(share, micro_batch_size=2, loss_mask=bears_loss),
+    ):
+        pass
+    with (
+        pytest.raises(ReplayError, match=r"micro-batch 0: padding must have one entry per token: expected \[16\]"),
+        replayer.replay(share, micro_batch_size=2, padding=np.zeros(15)),
+    ):
+        pass
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,18 @@ class MegatronLayout:
         piece = length // self.parts
         return own.reshape(sequences, length).T[self.part * piece : (self.part + 1) * piece].reshape(-1)
 
+    def cut_mask(
+        self, mask: Any, tokens: int, sequences: int = 1, boundaries: np.ndarray | None = None, name: str = "mask"
+    ) -> np.ndarray:
+        """Return this rank's part of `mask`, which has one entry for each of the `tokens` of the micro-batch.
+
+        `sequences` and `boundaries` are as in `index`; `name` is for error messages.
+        """
+        found = np.asarray(mask, bool)
+        if found.shape != (tokens,):
+            raise BatchError(f"{name} must have one entry per token: expected [{tokens}], got {list(found.shape)}")
+        return found[self.index(tokens, sequences, boundaries)]
+
     def _context_index(self, tokens: int, sequences: int, boundaries: np.ndarray | None) -> np.ndarray:
         """Return this rank's part of every sequence under context parallelism, sequence by sequence."""
         ends = np.arange(1, sequences + 1) * (tokens // sequences)
@@ -87,7 +99,10 @@ class MegatronLayout:
         tokens that predict nothing.
         """
         index = self.index(len(routes), sequences, boundaries)
-        masks = [_taken(mask, index, len(routes), name) for mask, name in ((padding, "padding"), (idle, "idle"))]
+        masks = [
+            None if mask is None else self.cut_mask(mask, len(routes), sequences, boundaries, name)
+            for mask, name in ((padding, "padding"), (idle, "idle"))
+        ]
         if not self.layers:
             return Share(None, len(index), sequences, *masks)
         own = routes if routes.spec.layers == self.layers else routes.select_layers(self.layers)
@@ -115,12 +130,3 @@ class Share:
         if self.rows is None:
             return 0
         return int(self.rows.nbytes if isinstance(self.rows, Routes) else self.rows.ids.nbytes)
-
-
-def _taken(mask: Any, index: np.ndarray, tokens: int, name: str) -> np.ndarray | None:
-    if mask is None:
-        return None
-    found = np.asarray(mask, bool)
-    if found.shape != (tokens,):
-        raise BatchError(f"{name} must have one entry per token: expected [{tokens}], got {list(found.shape)}")
-    return found[index]

@@ -12,6 +12,7 @@ Shapes: T tokens, L routed layers, K top-k.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -138,9 +139,9 @@ class MegatronReplay:
 
         Missing rows are routed live. `on_missing="raise"` raises ReplayError if a row is missing where `loss_mask` is
         True; "live" allows it. `idle` is True for tokens that predict nothing, which are left out of the count of live
-        rows. `padding` is True for padding, which the router's counters (expert bias, load balancing) then leave out.
-        Each of the three is a list with one mask [T] per micro-batch; a Batch brings its own. `agreement` overrides the
-        setting of the constructor.
+        rows. `padding` is True for padding, which the router's counters (expert bias, load balancing) then leave out;
+        it is idle too. Each of the three is a list with one mask [T] per micro-batch; a Batch brings its own.
+        `agreement` overrides the setting of the constructor.
 
         Yields this MegatronReplay. Raises ReplayError if the routes do not fit the model, and at the end of the block
         if a row was not used as often as it must be.
@@ -220,8 +221,9 @@ class MegatronReplay:
                     f"micro-batch {number}: this Share was cut for another rank or model: expected the layers "
                     f"{self.layout.layers}, got {own}"
                 )
-            return entry
         try:
+            if isinstance(entry, Share):
+                return self._with_masks(entry, on_missing, loss_mask, idle, padding)
             if isinstance(entry, LocalBatch) or (isinstance(entry, Batch) and entry.shard_of is not None):
                 raise ReplayError(
                     "expected the whole micro-batch, which is cut here as Megatron cuts it, got a part that was cut "
@@ -233,13 +235,29 @@ class MegatronReplay:
             self._refuse_spec(rows.spec)
             if on_missing == "raise" and loss_mask is not None:
                 refuse_missing(rows, loss_mask)
-            if padding is None:
-                padding = _padding_of(entry)
+            padding = _padding_of(entry) if padding is None else padding
+            idle = padding if idle is None else idle
             boundaries = entry.cu_seqlens if isinstance(entry, Batch) else None
             refuse_unknown_boundaries(self.layout, sequences, boundaries)
             return self.layout.share(rows, sequences, boundaries=boundaries, padding=padding, idle=idle)
         except (ReplayError, BatchError) as error:
             raise ReplayError(f"micro-batch {number}: {error}") from error
+
+    def _with_masks(self, share: Share, on_missing: str, loss_mask: Any, idle: Any, padding: Any) -> Share:
+        """Return the share with masks over the whole micro-batch, cut as its rows were; they replace its own."""
+        if loss_mask is None and idle is None and padding is None:
+            return share
+        refuse_unknown_boundaries(self.layout, share.sequences, None)
+        tokens = share.tokens * self.layout.parts * self.layout.context_parts
+        cut = self.layout.cut_mask
+        if on_missing == "raise" and loss_mask is not None and share.rows is not None:
+            refuse_missing(share.rows, cut(loss_mask, tokens, share.sequences, name="loss_mask"))
+        idle = padding if idle is None else idle
+        return dataclasses.replace(
+            share,
+            padding=share.padding if padding is None else cut(padding, tokens, share.sequences, name="padding"),
+            idle=share.idle if idle is None else cut(idle, tokens, share.sequences, name="idle"),
+        )
 
     def _refuse_spec(self, spec: RouterSpec) -> None:
         if spec == self.spec or (self.layout.layers and spec == self.spec.select(self.layout.layers)):
