@@ -50,7 +50,7 @@ test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual en
 	@$(BIN)/python -m tests.vllm_newest
 
 test-megatron: .venv-megatron/.ready  # the real megatron-core on the CPU, over gloo
-	@.venv-megatron/bin/python -m pytest tests/megatron_real
+	@.venv-megatron/bin/python -m pytest --disable-warnings tests/megatron_real  # megatron-core warns ten thousand times
 
 # The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
 # of .venv. A family that its transformers does not have is skipped.
