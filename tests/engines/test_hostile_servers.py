@@ -296,7 +296,7 @@ def test_a_logprob_that_rounding_made_positive_is_kept_as_it_came(engine: Engine
 
 
 def test_more_tokens_than_were_asked_for_are_refused(engine: Engine, kind: Kind, stub: Stub) -> None:
-    refused(engine, kind, stub, Reply(kind.answer(4)), "expected at most 3 tokens \(max_tokens\), got 4")
+    refused(engine, kind, stub, Reply(kind.answer(4)), r"expected at most 3 tokens \(max_tokens\), got 4")
 
 
 @pytest.mark.parametrize("name", ["vllm", "dynamo"])

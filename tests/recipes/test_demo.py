@@ -17,7 +17,7 @@ from router_replay.rl.loop import first_rank
 from router_replay.rl.state.run_folder import LOCK, hold
 from router_replay.run_files import read_metrics
 
-PROCESSES: list[list[str]] = []  # the command lines of this process's children, with each engine just started
+PROCESSES: list[list[str]] = []  # the command lines of the processes that each engine started
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     start = first_rank.start_engine
 
     def noting(*args: Any) -> Any:
+        before = set(psutil.Process().children(recursive=True))  # engines of other tests may still run
         engine = start(*args)
-        children = psutil.Process().children(recursive=True)
-        PROCESSES.append([" ".join(child.cmdline()) for child in children])
+        started = set(psutil.Process().children(recursive=True)) - before
+        PROCESSES.append([" ".join(child.cmdline()) for child in started])
         return engine
 
     with pytest.MonkeyPatch.context() as patch:
