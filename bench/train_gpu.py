@@ -6,9 +6,9 @@
     python -m bench.train_gpu --device cpu --tiny --rounds 2      # a check that all of it runs
 
 The model is that of `router-replay make-model --size gpu` with random weights (446M parameters, 16 layers, 8 of 64
-experts, bf16). `long` is 64 sequences of 1,024 tokens in bins of 16,384 slots, `short` 1,024 sequences of 12, both with
-random routes and 4 mini-batches. Every version and mode is a process of its own; in each round all of them run one
-step, one after the other. Ratios are medians over rounds of the ratio within a round.
+experts, bf16). `long` is 64 sequences of 1,024 tokens in bins of 16,384 slots, `short` 1,024 sequences of 12, both in 4
+mini-batches. The routes are those that the model chooses itself. Every version and mode is a process of its own; in
+each round all of them run one step, one after the other. Ratios are medians over rounds of the ratio within a round.
 """
 
 from __future__ import annotations

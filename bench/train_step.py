@@ -51,17 +51,33 @@ class Worker:
         rng = np.random.default_rng(0)
         spec = self.policy.replayer.spec
         vocabulary = self.policy.model.config.vocab_size
-        samples = []
-        for number in range(sequences):
-            scores = rng.random((length, len(spec.layers), spec.num_experts), np.float32)
-            ids = np.argsort(scores, axis=-1)[..., : spec.top_k]
-            captured = np.arange(length) < length - 1  # no engine forwards the last token
-            routes = Routes(ids.astype(spec.dtype), spec, captured=captured)
-            tokens = rng.integers(2, vocabulary, length)
-            mask = np.arange(length) >= length // 2
-            samples.append(Sample(tokens, np.full(length, -3.0, np.float32), mask, routes, float(number % 2) - 0.5))
+        tokens_NT = rng.integers(2, vocabulary, (sequences, length))
+        ids_NTLK = self._chosen(tokens_NT)
+        captured = np.arange(length) < length - 1  # no engine forwards the last token
+        mask = np.arange(length) >= length // 2
+        logprobs = np.full(length, -3.0, np.float32)
+        samples = [
+            Sample(tokens, logprobs, mask, Routes(ids.copy(), spec, captured=captured), float(number % 2) - 0.5)
+            for number, (tokens, ids) in enumerate(zip(tokens_NT, ids_NTLK, strict=True))
+        ]
         parts = self._delivery.split(samples, range(sequences), self._config.optimizer.mini_batches, (0, 0))
         return self._delivery.plan(parts, self._here, self._config.trainer.max_tokens, "raise")[0]
+
+    def _chosen(self, tokens_NT: np.ndarray) -> np.ndarray:
+        """Return the experts that the model itself chooses, [N, T, L, K].
+
+        With them, the experts of a pass with R3 have the same work as those of a pass without replay.
+        """
+        spec = self.policy.replayer.spec
+        count, length = tokens_NT.shape
+        at_once = max(1, self._config.trainer.max_tokens // length)
+        found = []
+        for first in range(0, count, at_once):
+            tokens = torch.from_numpy(tokens_NT[first : first + at_once]).to(self._here.device)
+            with torch.no_grad(), self.policy.replayer.record() as recorded:
+                self.policy.model(input_ids=tokens, use_cache=False)
+            found.append(recorded.routes.ids)
+        return np.concatenate(found).reshape(count, length, len(spec.layers), spec.top_k)
 
     def step(self, workload: str) -> dict[str, float]:
         """Time score and update of one whole step."""
