@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,7 @@ from router_replay.replay.megatron.site import MicroBatchPlan
 from tests.makers import random_ids, random_routes
 from tests.megatron_real import tiny
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}
-recompute = pytest.mark.parametrize("kind", list(RECOMPUTE))
+recompute = pytest.mark.parametrize("kind", list(tiny.RECOMPUTE))
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +41,12 @@ def same(one: tiny.Step, other: tiny.Step) -> None:
         assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
-def with_missing(routes: Routes, missing: list[int]) -> Routes:
-    captured = np.ones(len(routes), bool)
-    captured[missing] = False
-    return Routes(routes.ids, routes.spec, captured=captured)
-
-
 # -- record and replay --------------------------------------------------------------------------------------
 
 
 @recompute
 def test_record_changes_nothing_and_its_own_rows_replay_to_the_bit(hf: Any, kind: str) -> None:
-    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(2)
+    chunks, batches = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind]), tiny.tokens(2)
     before = tiny.train_step(chunks, batches)
     replayer = MegatronReplay(chunks, agreement=True)
     same(tiny.train_step(chunks, batches), before)
@@ -85,7 +71,7 @@ def test_forced_rows_reach_the_experts_and_a_recompute_gives_the_same_gradients(
         expected = tiny.train_step(plain, batches)
     assert recording.gather() == routes
 
-    chunks = tiny.megatron_model(hf, **RECOMPUTE[kind])
+    chunks = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind])
     replayer = MegatronReplay(chunks)
     maps = watch_maps(chunks[0])
     with replayer.replay(routes, micro_batch_size=2):
@@ -109,10 +95,10 @@ def watch_maps(chunk: Any) -> dict[int, list[Tensor]]:
 
 @recompute
 def test_missing_rows_are_routed_live_row_by_row(hf: Any, kind: str) -> None:
-    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(1)
+    chunks, batches = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind]), tiny.tokens(1)
     replayer = MegatronReplay(chunks)
     forced = random_routes(16, replayer.spec)
-    routes = with_missing(forced, [0, 5, 15])
+    routes = tiny.with_missing(forced, [0, 5, 15])
     with replayer.replay(routes, micro_batch_size=2), replayer.record() as recording:
         step = tiny.train_step(chunks, batches)
     used = recording.routes
@@ -127,9 +113,9 @@ def test_missing_rows_are_routed_live_row_by_row(hf: Any, kind: str) -> None:
 def test_a_recompute_takes_the_experts_that_live_rows_used_and_does_not_choose_again(
     hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
+    chunks = tiny.megatron_model(hf, **tiny.RECOMPUTE["full"])
     replayer = MegatronReplay(chunks)
-    routes = with_missing(random_routes(16, replayer.spec), [0, 5, 15])
+    routes = tiny.with_missing(random_routes(16, replayer.spec), [0, 5, 15])
     in_backward = []
     topk = torch.topk
 
@@ -182,7 +168,7 @@ def test_agreement_counts_equal_sets_per_layer(hf: Any) -> None:
 
 @recompute
 def test_a_failure_in_the_schedule_leaves_nothing(hf: Any, kind: str) -> None:
-    chunks, batches = tiny.megatron_model(hf, **RECOMPUTE[kind]), tiny.tokens(2)
+    chunks, batches = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind]), tiny.tokens(2)
     replayer = MegatronReplay(chunks)
     live = tiny.train_step(chunks, batches)
     routes = [random_routes(16, replayer.spec, seed) for seed in range(2)]
@@ -208,7 +194,7 @@ def test_a_failure_in_the_schedule_leaves_nothing(hf: Any, kind: str) -> None:
 
 
 def test_the_backward_pass_may_run_after_the_block(hf: Any) -> None:
-    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
+    chunks = tiny.megatron_model(hf, **tiny.RECOMPUTE["full"])
     (batch,) = tiny.tokens(1)
     replayer = MegatronReplay(chunks)
     routes = random_routes(16, replayer.spec)
@@ -237,7 +223,7 @@ def test_the_rows_of_a_micro_batch_leave_the_device_after_its_last_use(
         return plan
 
     monkeypatch.setattr(MicroBatchPlan, "of", watched)
-    chunks = tiny.megatron_model(hf, **RECOMPUTE[kind])
+    chunks = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind])
     replayer = MegatronReplay(chunks)
     held: list[int] = []
     routes = [random_routes(16, replayer.spec, seed) for seed in range(4)]
@@ -334,7 +320,7 @@ def test_padding_rows_are_valid_sets_and_are_not_counted(hf: Any, kind: str) -> 
         "moe_router_load_balancing_type": "global_aux_loss",
         "moe_aux_loss_coeff": 0.01,
         "moe_z_loss_coeff": 0.01,
-        **RECOMPUTE[kind],
+        **tiny.RECOMPUTE[kind],
     }
     chunks, batches = tiny.megatron_model(hf, **settings), tiny.tokens(1)
     chunks[0].train()
@@ -343,7 +329,7 @@ def test_padding_rows_are_valid_sets_and_are_not_counted(hf: Any, kind: str) -> 
     forced = random_routes(16, replayer.spec)
     padding = np.zeros(16, bool)
     padding[[6, 7, 13, 14, 15]] = True
-    routes = with_missing(forced, np.flatnonzero(padding).tolist())
+    routes = tiny.with_missing(forced, np.flatnonzero(padding).tolist())
     with replayer.replay(routes, micro_batch_size=2, padding=padding), replayer.record() as recording:
         tiny.train_step(chunks, batches)
     used = recording.routes.ids  # Routes checks that every row holds distinct experts, padding too
@@ -366,7 +352,7 @@ def test_masks_also_apply_to_recorded_rows_and_shares(hf: Any) -> None:
         expected = np.bincount(recording.routes.ids[~padding, number].reshape(-1), minlength=8)
         assert router.local_tokens_per_expert.tolist() == expected.tolist()
 
-    share = replayer.layout.share(with_missing(random_routes(16, replayer.spec), [7, 9]), 2)
+    share = replayer.layout.share(tiny.with_missing(random_routes(16, replayer.spec), [7, 9]), 2)
     with replayer.replay(share, micro_batch_size=2, padding=padding):
         tiny.train_step(chunks, batches)
     assert replayer.stats.rows_live == (1, 1, 1)  # row 7 is padding
@@ -381,137 +367,3 @@ def test_masks_also_apply_to_recorded_rows_and_shares(hf: Any) -> None:
         replayer.replay(share, micro_batch_size=2, padding=np.zeros(15)),
     ):
         pass
-
-
-# -- what is refused ----------------------------------------------------------------------------------------
-
-
-def test_rows_that_do_not_fit_are_refused_before_the_schedule(hf: Any) -> None:
-    chunks = tiny.megatron_model(hf)
-    replayer = MegatronReplay(chunks)
-    good = random_routes(16, replayer.spec)
-    other = random_routes(16, tiny.RouterSpec(8, 2, (0, 1, 2)))
-    shape = {"micro_batch_size": 2, "seq_length": 8, "num_microbatches": 1}
-    for routes, message in [
-        (random_routes(14, replayer.spec), "micro-batch 0: the schedule runs 2 sequences of 8 tokens.* 14 rows"),
-        ([good, good], "the schedule runs 1, got 2"),
-        (other, r"micro-batch 0: these routes are of another model.*\(1, 2, 3\).*\(0, 1, 2\)"),
-        (None, "replay.. needs routes"),
-        ([], "the schedule runs 1, got 0"),
-        (Routes.missing(16, replayer.spec), "none of the rows"),
-        (random_routes(15, replayer.spec), "micro-batch 0: a micro-batch of 2 sequences"),
-    ]:
-        with pytest.raises(ReplayError, match=message), replayer.replay(routes, **shape):
-            raise AssertionError("the block must not open")
-    missing = with_missing(good, [3])
-    with (
-        pytest.raises(ReplayError, match="micro-batch 0: 1 rows that bear loss are missing, the first is row 3"),
-        replayer.replay(missing, **shape, loss_mask=np.ones(16)),
-    ):
-        pass
-
-
-def test_a_part_of_a_batch_is_refused(hf: Any) -> None:
-    replayer = MegatronReplay(tiny.megatron_model(hf))
-    sample = Sample(np.arange(8), np.zeros(8), np.ones(8, bool), random_routes(8, replayer.spec))
-    batch = pack([sample], max_tokens=8)
-    for part in (batch.shard(0, 2), batch.split(2)[0]):
-        with pytest.raises(ReplayError, match="micro-batch 0: expected the whole micro-batch"), replayer.replay(part):
-            pass
-
-
-def test_rows_of_another_shape_are_refused_by_the_first_router(hf: Any) -> None:
-    chunks = tiny.megatron_model(hf)
-    replayer = MegatronReplay(chunks)
-    for routes, size, message in [
-        (random_routes(14, replayer.spec), 2, "layer 1, micro-batch 0: the router got 8 positions of 2 .* 7 positions"),
-        (random_routes(16, replayer.spec), 1, "8 positions of 2 sequences.* 16 positions of 1 sequences"),
-    ]:
-        with pytest.raises(ReplayError, match=message), replayer.replay(routes, micro_batch_size=size):
-            tiny.train_step(chunks, tiny.tokens(1))
-
-
-def test_every_row_must_be_used_as_often_as_it_must(hf: Any) -> None:
-    chunks = tiny.megatron_model(hf, **RECOMPUTE["full"])
-    replayer = MegatronReplay(chunks)
-    routes = [random_routes(16, replayer.spec, seed) for seed in range(2)]
-
-    def half_way() -> None:
-        first, _ = [tiny.forward(chunks[0], batch).sum() for batch in tiny.tokens(2)]
-        first.backward()
-
-    cases: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
-        (
-            r"layers \[1, 2, 3\] .* did not use the rows of micro-batch 1: 2 micro-batches were given",
-            {},
-            lambda: tiny.train_step(chunks, tiny.tokens(1)),
-        ),
-        (
-            "chunk 0 runs forward pass 3 in this block, which was given 2",
-            {},
-            lambda: tiny.train_step(chunks, tiny.tokens(3)),
-        ),
-        (
-            "layer 1, micro-batch 1: the rows were used in 0 recomputes of backward, expected 1",
-            {},
-            half_way,
-        ),
-        (
-            "layer 1, micro-batch 0: the rows were used in 0 recomputes of backward, expected 1",
-            {"forward_only": False},
-            lambda: tiny.train_step(chunks, tiny.tokens(2), forward_only=True),
-        ),
-    ]
-    for message, arguments, run in cases:
-        with pytest.raises(ReplayError, match=message), replayer.replay(routes, micro_batch_size=2, **arguments):
-            run()
-
-
-def test_a_router_that_is_bypassed_raises(hf: Any) -> None:
-    chunks = tiny.megatron_model(hf)
-    replayer = MegatronReplay(chunks)
-    router = chunks[0].decoder.layers[2].mlp.router
-    router.forward = lambda hidden, mask=None: type(router).routing(router, router.gating(hidden))
-    with (
-        pytest.raises(ReplayError, match=r"the routers of layers \[2\] did not ask for experts"),
-        replayer.replay(random_routes(16, replayer.spec), micro_batch_size=2),
-    ):
-        tiny.train_step(chunks, tiny.tokens(1))
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("moe_router_fusion", True),
-        ("moe_router_load_balancing_type", "sinkhorn"),
-        ("moe_expert_capacity_factor", 1.0),
-        ("cuda_graph_impl", "local"),
-        ("overlap_moe_expert_parallel_comm", True),
-        ("hybrid_context_parallel", True),
-        ("moe_router_force_load_balancing", True),
-    ],
-)
-def test_settings_that_bypass_replay_are_refused_at_the_start(hf: Any, setting: str, value: Any) -> None:
-    chunks = tiny.megatron_model(hf)
-    setattr(chunks[0].config, setting, value)
-    with pytest.raises(ReplayError, match=f"cannot be replayed with {setting}="):
-        MegatronReplay(chunks)
-
-
-def test_what_is_not_the_chunks_of_one_model_is_refused(hf: Any) -> None:
-    (chunk,) = tiny.megatron_model(hf)
-    for chunks, message in [
-        ([], "got an empty list"),
-        (["model"], "got str"),
-        ([chunk, chunk], "this rank has 1 model chunks .* got 2"),
-        (
-            torch.nn.Linear(2, 2),
-            "expected one module whose `decoder` is a TransformerBlock, got 0 in a Linear",
-        ),
-        (tiny.megatron_model(tiny.hf_model(mlp_only_layers=[0, 1, 2, 3])), "no router"),
-    ]:
-        with pytest.raises(ReplayError, match=message):
-            MegatronReplay(chunks)
-    both = torch.nn.ModuleList([chunk, tiny.megatron_model(hf)[0]])
-    with pytest.raises(ReplayError, match="got 2 with routers"):
-        MegatronReplay([torch.nn.Sequential(*both)])

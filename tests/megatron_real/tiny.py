@@ -14,6 +14,7 @@ from typing import Any
 from tests.megatron_real import cpu  # noqa: F401  (first: it lets megatron run on a CPU)
 
 # isort: split
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,9 +28,17 @@ from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from router_replay import RouterSpec as RouterSpec
+from router_replay import Routes
 
 VOCABULARY = 64
 LENGTH = 8
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
 
 
 def start(rank: int = 0, world: int = 1, store: str = "", **sizes: Any) -> None:
@@ -306,3 +315,10 @@ def gradients(chunk: Any) -> dict[str, Tensor]:
 def hf_losses(model: Any, batch: Tensor) -> Tensor:
     logits = model(input_ids=batch[:, :-1]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(len(batch), -1)
+
+
+def with_missing(routes: Routes, missing: list[int]) -> Routes:
+    """The same routes, without the rows at these positions."""
+    captured = np.ones(len(routes), bool)
+    captured[missing] = False
+    return Routes(routes.ids, routes.spec, captured=captured)
