@@ -95,7 +95,7 @@ class Plan:
     def compare(self, index: Column, ids_TK: Tensor, live_TK: Tensor | None) -> None:
         """Note which rows of a layer equal the live choice `live_TK`; `ids_TK` is the column `index`.
 
-        Layers do not sum them: a sum over all rows is slow in the middle of a compiled layer.
+        `count_agreement` sums them for all layers at once, after the pass.
         """
         if self.same_LT is None or live_TK is None:
             return

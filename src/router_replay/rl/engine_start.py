@@ -28,12 +28,10 @@ CPU_ENVIRONMENT = {
 }
 # The run has its own display; vLLM reports problems through its errors.
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-
-
 # The numbers of requests for which vLLM captures a CUDA graph of a decode step; it pads a step to the next of them. By
 # default vLLM captures 51 sizes, and each of them takes part of a second at every start.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-OF_GRAPHS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 
 
 def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
@@ -105,7 +103,7 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
 
 def _graphs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the CUDA graph sizes for an engine with these arguments; nothing if they say something about graphs."""
-    if OF_GRAPHS & arguments.keys():
+    if GRAPH_ARGUMENTS & arguments.keys():
         return {}
     most = min(arguments.get("max_num_seqs", GRAPH_SIZES[-1]), GRAPH_SIZES[-1])
     return {"cudagraph_capture_sizes": [*(size for size in GRAPH_SIZES if size < most), most]}

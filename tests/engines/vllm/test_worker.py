@@ -11,6 +11,7 @@ import torch
 
 from router_replay.engines.vllm.plugin import worker
 from router_replay.engines.vllm.plugin.routes.forcing import FREE, ForcedRouting
+from router_replay.engines.vllm.plugin.routes.rules import Rule
 from router_replay.engines.vllm.plugin.runner import Step
 from router_replay.engines.vllm.plugin.worker import WorkerState
 from router_replay.engines.vllm.requests import extra_arguments
@@ -96,6 +97,35 @@ def test_a_preempted_request_has_its_rows_again() -> None:
     forcing.fill(steps.step({"c": (0, 2)}, {"c": None}))
     forcing.fill(steps.step({"c": (2, 1), "a": (0, 6)}, {"a": rows}))
     assert np.array_equal(forcing.buffer_TLK[1:5].numpy(), rows.ids)
+
+
+def test_routers_take_forced_rows_unless_a_pass_forces_none() -> None:
+    steps, forcing = Steps(), forced_routing()
+    rows = random_routes(4, SPEC)
+    logits = torch.randn(4, SPEC.num_experts)
+
+    def route(hidden: Any, logits: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.softmax(-1).topk(SPEC.top_k)
+        return weights, ids.int()
+
+    router = forcing._forcing(route, 1, Rule("softmax", False, 1.0, True))
+    free = route(None, logits, None)
+    assert all(map(torch.equal, router(None, logits, None), free))
+    forcing.fill(steps.step({"a": (0, 4)}, {"a": rows}))
+    assert sorted(router(None, logits, None)[1][0].tolist()) == sorted(rows.ids[0, 1].tolist())
+    forcing.fill(steps.step({"a": (4, 4)}, {}))
+    assert all(map(torch.equal, router(None, logits, None), free))
+
+
+def test_no_pass_is_idle_before_vllm_has_warmed_up() -> None:
+    """Otherwise the code that forces would be compiled while a CUDA graph is captured, which fails."""
+    forcing = forced_routing()
+    assert forcing._idle()  # a CPU has no graphs
+    forcing.warm = False
+    assert not forcing._idle()
+    state = types.SimpleNamespace(router_replay=types.SimpleNamespace(forcing=forcing))
+    assert worker._warming_up(lambda self: "seconds")(state) == "seconds"
+    assert forcing._idle()
 
 
 def test_rows_of_finished_requests_are_not_kept() -> None:
