@@ -47,6 +47,20 @@ def test_a_plan_moves_with_all_it_has() -> None:
     assert {tensor.device.type for tensor in moved} == {"meta"}
 
 
+def test_agreement_counts_equal_sets_after_the_pass_and_no_missing_row() -> None:
+    """The second row is missing: its ids are no recorded ones, even if they equal the live choice."""
+    made = plan(agree_L=torch.zeros(2, dtype=torch.int64), same_LT=torch.zeros(2, 3, dtype=torch.bool))
+    made.live_T1 = torch.tensor([[False], [True], [False]])
+    for number, live in enumerate((made.column(Column(0)).flip(1), made.column(Column(1)) + 1)):
+        made.compare(Column(number), made.column(Column(number)), live)
+    assert made.agree_L is not None
+    assert made.agree_L.tolist() == [0, 0]  # nothing is counted inside the layers
+    made.count_agreement()
+    assert made.agree_L.tolist() == [2, 0]
+    made.count_agreement(Column(0))  # a router that is called alone
+    assert made.agree_L.tolist() == [4, 0]
+
+
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])
 def test_a_recording_keeps_narrow_ids_per_layer(experts: int, dtype: torch.dtype) -> None:
     recording = Recording(RouterSpec(experts, 2, (1, 3)))
