@@ -59,7 +59,9 @@ def seeds() -> list[tuple[str, Any, Reader]]:
             routes = routes_of(spec, rows, seed=number + rows)
             for codec in ("sets", "dense"):
                 tokens = TOKENS if rows else None
-                found.append(("blob", wire.encode(routes, codec, token_ids=tokens, start=rows), wire.decode))
+                for seekable in (False, True):
+                    blob = wire.encode(routes, codec, token_ids=tokens, start=rows, seekable=seekable)
+                    found.append(("blob", blob, wire.decode))
     for spec in (SPECS[0], SPECS[1]):
         routes = Routes(routes_of(spec, 6, seed=0).ids, spec)
         for peer in ("vllm", "sglang", "nemo", "prime_rl", "dynamo", "skyrl"):
@@ -114,7 +116,11 @@ def mutate_blob(blob: bytes, rng: random.Random) -> bytes:
             changed[64:72] = changed[32:40]
     else:
         changed = bytearray(mutate_bytes(blob, rng))
-    if rng.random() < 0.9 and len(changed) >= 8:
+    if blob[8] == 2 and rng.random() < 0.9:
+        end = int.from_bytes(changed[12:16], "little")
+        if 80 <= end <= len(changed):
+            changed[end - 8 : end] = xxhash.xxh3_64_intdigest(changed[: end - 8]).to_bytes(8, "little")
+    elif rng.random() < 0.9 and len(changed) >= 8:
         changed[-8:] = xxhash.xxh3_64_intdigest(changed[:-8]).to_bytes(8, "little")
     return bytes(changed)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router_replay import RouterSpec, kernel, wire
 from router_replay.errors import WireError
 from router_replay.runs import Runs
-from router_replay.wire import Header, envelope, sets
+from router_replay.wire import Header, envelope, limits, sets
 from tests.wire.blobs import forged, random_routes, spec_of
 
 
@@ -53,7 +53,7 @@ def test_342_kb_that_would_take_seconds_are_refused_unless_the_caller_names_the_
 
 @pytest.mark.parametrize(("experts", "k"), [(65536, 65530), (65536, 65534)])
 def test_few_bytes_that_unpack_to_many_slots_are_refused(experts: int, k: int, counted: list) -> None:
-    sets = wire.FREE_BYTES // (2 * k)  # all that the memory limit allows
+    sets = limits.FREE_BYTES // (2 * k)  # all that the memory limit allows
     with pytest.raises(WireError, match=r"more than the limit of .* for a blob of this size"):
         wire.decode(wide_blob(experts, k, sets))
     assert not counted
@@ -94,9 +94,9 @@ def test_every_layer_of_a_row_is_a_set_to_unpack() -> None:
 
 
 def test_a_blob_unpacks_into_256_mib_or_64_times_its_size() -> None:
-    assert wire._limit(memoryview(b"some bytes"), None) == 256 << 20
-    assert wire._limit(memoryview(bytes(5 << 20)), None) == 64 * (5 << 20)
-    assert wire._limit(memoryview(b"some bytes"), 7) == 7
+    assert limits.most_bytes(10, None) == 256 << 20
+    assert limits.most_bytes(5 << 20, None) == 64 * (5 << 20)
+    assert limits.most_bytes(10, 7) == 7
 
 
 @pytest.mark.parametrize(("experts", "k"), [(256, 1), (2, 1), (8, 8), (1, 1), (65536, 1)])

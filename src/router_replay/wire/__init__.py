@@ -16,7 +16,8 @@ from router_replay.errors import WireError
 from router_replay.routes import Routes
 from router_replay.row_checks import is_immutable
 from router_replay.spec import RouterSpec
-from router_replay.wire import dense, envelope, sets
+from router_replay.wire import dense, envelope, headers, limits, sets
+from router_replay.wire import seekable as seekable_form
 from router_replay.wire.envelope import Header
 from router_replay.wire.peers import (
     from_dynamo,
@@ -33,15 +34,11 @@ from router_replay.wire.peers import (
     to_skyrl,
     to_vllm,
 )
+from router_replay.wire.seekable import Reader
 
-__all__ = ["Header", "decode", "encode", "peer_start", "read_header"]
+__all__ = ["Header", "Reader", "decode", "encode", "peer_start", "read_header"]
 __all__ += ["from_dynamo", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
 __all__ += ["to_dynamo", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
-
-FREE_BYTES = 256 << 20  # ids up to this size are decoded, whatever the size of the blob
-FREE_EXPANSION = 64  # larger ids are decoded up to this many times the size of the blob
-FREE_STEPS = 1 << 26  # limit on kernel.unranking_steps, about half a second, if the caller gave no spec
-STEPS_PER_BYTE = 512  # steps allowed on top of that for each byte of the blob: a current model takes 2
 
 
 def encode(
@@ -50,6 +47,7 @@ def encode(
     token_ids: Sequence[int] | Any = None,
     start: int = 0,
     threads: int = 1,
+    seekable: bool = False,
 ) -> bytes:
     """Encode routes as one self-describing, checksummed blob.
 
@@ -57,13 +55,18 @@ def encode(
     `dense` writes the raw ids and decodes as a view. `start` is the position of row 0 in its sequence.
     `token_ids` are those of the whole sequence: their digest is stored in the blob, so that a reader that
     has the tokens can verify that the rows belong to them. `threads` is the number of threads; only `sets` uses it.
-    Raises WireError if `routes` cannot be written with this codec.
+    `seekable` writes format version 2, of which a `Reader` can read single rows and layers; it is at most 1 % larger
+    for 1,024 rows or more of 16 layers or more. Raises WireError if `routes` cannot be written with this codec.
     """
     if codec not in envelope.CODECS:
         raise WireError(f"codec must be one of {', '.join(map(repr, envelope.CODECS))}, got {codec!r}")
     start = exact_int(start, "start", WireError)
     threads = exact_int(threads, "threads", WireError)
-    payload = sets.encode(routes, threads) if codec == "sets" else dense.encode(routes)
+    sums = None
+    if seekable:
+        payload, sums = seekable_form.encode(routes, codec, threads)
+    else:
+        payload = sets.encode(routes, threads) if codec == "sets" else dense.encode(routes)
     header = Header(
         spec=routes.spec,
         codec=codec,
@@ -73,6 +76,7 @@ def encode(
         versions=routes.version_runs,
         token_digest=None if token_ids is None else envelope.digest_of(token_ids, start + len(routes)),
         payload_length=len(payload),
+        chunk_sums=sums,
     )
     return envelope.seal(header, payload)
 
@@ -103,11 +107,13 @@ def decode(
     """
     threads = exact_int(threads, "threads", WireError)
     view = envelope.as_bytes(blob)
-    header = _parse(view)
+    header = headers.parse(view)
     if spec is not None and spec != header.spec:
         raise WireError(f"the blob holds routes of another model: expected {spec}, got {header.spec}")
     if token_ids is not None:
         envelope.check_digest(header, token_ids)
+    if header.seekable:
+        return Reader(view, spec).read(threads=threads, max_bytes=max_bytes, check_rows=check_rows)
     if header.codec == "dense":
         if not is_immutable(view):
             view = memoryview(bytes(view))
@@ -115,38 +121,18 @@ def decode(
     else:
         envelope.check_sum(view)
         if spec is None:
-            sets.refuse_slow(header, FREE_STEPS + STEPS_PER_BYTE * len(view))
-        ids = sets.decode(view, header, threads, _limit(view, max_bytes))
+            sets.refuse_slow(header, limits.most_steps(len(view)))
+        ids = sets.decode(view, header, threads, limits.most_bytes(len(view), max_bytes))
     known = header.spec if spec is None or header.spec.num_layers is not None else spec
     return Routes.trusted(ids, known, header.captured, header.versions)
 
 
 def read_header(blob: Any) -> Header:
-    """Read the header of a `blob` without unpacking its rows. The checksum of the whole blob is verified."""
+    """Read the header of a `blob` without unpacking its rows. The checksums of the whole blob are verified."""
     view = envelope.as_bytes(blob)
-    header = _parse(view)
-    envelope.check_sum(view)
+    header = headers.parse(view)
+    if header.seekable:
+        Reader(view).check()
+    else:
+        envelope.check_sum(view)
     return header
-
-
-def _parse(view: memoryview) -> Header:
-    header = envelope.parse(view)
-    if header.codec == "sets" and header.spec.ordered:
-        raise WireError(
-            "codec: 'sets' does not keep the order of the slots, which has a meaning in this model "
-            "(spec.ordered=True); expected 'dense'"
-        )
-    expected = (sets if header.codec == "sets" else dense).payload_length(header)
-    if header.payload_length != expected:
-        raise WireError(
-            f"payload_length: {header.rows} rows of {header.spec.row_shape[0]} layers, {header.spec.top_k} of "
-            f"{header.spec.num_experts} experts, take {expected} bytes with codec {header.codec!r}, "
-            f"got {header.payload_length}"
-        )
-    return header
-
-
-def _limit(view: memoryview, max_bytes: int | None) -> int:
-    if max_bytes is None:
-        return max(FREE_BYTES, FREE_EXPANSION * len(view))
-    return exact_int(max_bytes, "max_bytes", WireError)

@@ -12,6 +12,8 @@ import numpy as np
 from router_replay import kernel
 from router_replay.errors import WireError
 from router_replay.routes import Routes
+from router_replay.runs import Runs
+from router_replay.spec import RouterSpec
 from router_replay.wire.envelope import CHECKSUM_BYTES, Header, check_sum
 
 
@@ -45,27 +47,33 @@ def decode(view: memoryview, header: Header, check_rows: bool) -> np.ndarray:
         data = view[:-CHECKSUM_BYTES]
         computed, bad = kernel.hash_and_check(data, offset, spec.top_k, spec.num_experts, stored)
         check_sum(view, computed)
-        _refuse(ids_NK, header, bad)
+        _refuse(ids_NK, spec, bad)
         return ids_TLK
     check_sum(view)
-    for start, end, captured in header.captured:
-        first, last = start * len(spec.layers), end * len(spec.layers)
-        if captured:
-            bad = kernel.first_bad_set(ids_NK[first:last], spec.num_experts)
-            _refuse(ids_NK, header, bad if bad < 0 else first + bad)
-        elif ids_NK[first:last].any():
-            row = start + int(np.argmax(ids_TLK[start:end].any(axis=(1, 2))))
-            raise WireError(f"row {row} is not captured, so its ids must be zero, got other values")
+    check(ids_TLK, header.captured, spec)
     return ids_TLK
 
 
-def _refuse(ids_NK: np.ndarray, header: Header, bad: int) -> None:
+def check(ids_TLK: np.ndarray, captured: Runs, spec: RouterSpec, first_row: int = 0) -> None:
+    """Raise WireError for a captured row with bad ids, or another row with ids that are not zero.
+
+    `first_row` is the number of the first of these rows in the blob.
+    """
+    for start, end, known in captured:
+        if known:
+            ids_NK = ids_TLK[start:end].reshape(-1, spec.top_k)
+            _refuse(ids_NK, spec, kernel.first_bad_set(ids_NK, spec.num_experts), first_row + start)
+        elif ids_TLK[start:end].any():
+            row = first_row + start + int(np.argmax(ids_TLK[start:end].any(axis=(1, 2))))
+            raise WireError(f"row {row} is not captured, so its ids must be zero, got other values")
+
+
+def _refuse(ids_NK: np.ndarray, spec: RouterSpec, bad: int, first_row: int = 0) -> None:
     """Raise WireError for the bad set with index `bad`; -1 means that there is none."""
     if bad < 0:
         return
-    spec = header.spec
     row, column = divmod(bad, len(spec.layers))
     raise WireError(
-        f"row {row}, layer {spec.layers[column]}: expected {spec.top_k} different experts in "
+        f"row {first_row + row}, layer {spec.layers[column]}: expected {spec.top_k} different experts in "
         f"[0, {spec.num_experts}), got {ids_NK[bad].tolist()}"
     )

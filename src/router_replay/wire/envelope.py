@@ -1,6 +1,7 @@
-"""The envelope of a blob: its header (model, tokens, captured rows, versions) and its checksum.
+"""The envelope of a blob: its header (model, tokens, captured rows, versions) and its checksums.
 
-    | fixed header, 64 bytes | runs, digest, layers, zeros to 16 | payload | XXH3-64 of all before |
+    version 1            | fixed, 64 bytes | runs, digest, layers, zeros to 16 | payload | XXH3-64 of all before |
+    version 2, seekable  | fixed, 64 bytes | runs, digest, layers, chunk sums, zeros, XXH3-64 of the header | payload |
 
 The reader does not trust the header: every length is checked against the bytes present before anything is
 allocated, and each header has exactly one valid encoding. docs/wire_format.md is the normative text.
@@ -22,9 +23,10 @@ from router_replay.arguments import int64_array
 from router_replay.errors import SpecError, WireError
 from router_replay.runs import Runs
 from router_replay.spec import RouterSpec
+from router_replay.wire.chunks import Chunks
 
 MAGIC = b"\x89RRW\r\n\x1a\n"  # like PNG's: not valid text, and damaged by any conversion of line ends
-FORMAT_VERSION = 1
+PLAIN, SEEKABLE = FORMAT_VERSIONS = (1, 2)
 CODECS = ("dense", "sets")  # the codec field is the index into this tuple
 ALIGNMENT = 16  # of the payload, from the start of the blob
 MAX_ROWS = 1 << 40  # also the limit for start
@@ -37,6 +39,7 @@ KNOWN_FLAGS = 15
 # magic, format version, codec, flags, header length, experts, top k, decoder layers (0: unknown), routed layers,
 # rows, start, payload length, captured runs, version runs
 _FIXED = struct.Struct("<8sHBBIIIIIQQQII")
+FIXED_BYTES = _FIXED.size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Header:
     `spec` is the RouterSpec of the model. `codec` is "dense" or "sets". `rows` is the number of rows, and `start` the
     position of row 0 in its sequence of tokens. `captured` and `versions` are runs over the rows; `versions` is None
     if the blob has none. `token_digest` is the XXH3-128 of the token ids, or None. `payload_length` is in bytes.
+    `chunk_sums` are the XXH3-64 of the chunks of a seekable blob, 8 bytes each; None if the blob is not seekable.
     """
 
     spec: RouterSpec
@@ -56,6 +60,12 @@ class Header:
     versions: Runs | None
     token_digest: bytes | None
     payload_length: int
+    chunk_sums: bytes | None = None
+
+    @property
+    def seekable(self) -> bool:
+        """Whether parts of the blob can be read alone, with `wire.Reader`."""
+        return self.chunk_sums is not None
 
     @property
     def has_token_digest(self) -> bool:
@@ -68,10 +78,16 @@ class Header:
         return sum(end - start for start, end in self.captured.spans(True))
 
     @property
+    def chunks(self) -> Chunks:
+        """Where rows and layers lie in the payload of a seekable blob."""
+        return Chunks(self.spec, self.codec, self.captured_rows if self.codec == "sets" else self.rows)
+
+    @property
     def payload_offset(self) -> int:
         """The position of the payload's first byte in the blob, a multiple of 16."""
         versions = 0 if self.versions is None else len(self.versions.ends)
-        return _header_length(len(self.captured.ends), versions, self.has_token_digest, len(self.spec.layers))
+        used = _tail_end(len(self.captured.ends), versions, self.has_token_digest, len(self.spec.layers))
+        return _aligned(used if self.chunk_sums is None else used + len(self.chunk_sums) + CHECKSUM_BYTES)
 
 
 def as_bytes(blob: Any) -> memoryview:
@@ -94,6 +110,8 @@ def as_bytes(blob: Any) -> memoryview:
 def seal(header: Header, payload: Any) -> bytes:
     """Concatenate header, payload and checksum into one blob."""
     front = _write(header)
+    if header.seekable:
+        return b"".join((front, payload))
     checksum = xxhash.xxh3_64(front)
     checksum.update(payload)
     return b"".join((front, payload, checksum.intdigest().to_bytes(CHECKSUM_BYTES, "little")))
@@ -112,7 +130,7 @@ def _write(header: Header) -> bytes:
     flags |= FIRST_ROW_CAPTURED if header.rows and captured.values[0] else 0
     fixed = _FIXED.pack(
         MAGIC,
-        FORMAT_VERSION,
+        SEEKABLE if header.seekable else PLAIN,
         CODECS.index(header.codec),
         flags,
         header.payload_offset,
@@ -130,9 +148,12 @@ def _write(header: Header) -> bytes:
     if versions is not None:
         pairs = np.stack([np.array(versions.values, "<u8"), _lengths(versions)], axis=1)
         parts.append(pairs.astype("<u8").tobytes())
-    parts += [header.token_digest or b"", np.array(spec.layers, "<u4").tobytes()]
+    parts += [header.token_digest or b"", np.array(spec.layers, "<u4").tobytes(), header.chunk_sums or b""]
     front = b"".join(parts)
-    return front + bytes(header.payload_offset - len(front))
+    if not header.seekable:
+        return front + bytes(header.payload_offset - len(front))
+    front += bytes(header.payload_offset - len(front) - CHECKSUM_BYTES)
+    return front + xxhash.xxh3_64_intdigest(front).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _lengths(runs: Runs) -> np.ndarray:
@@ -141,58 +162,95 @@ def _lengths(runs: Runs) -> np.ndarray:
     return lengths
 
 
-def _header_length(captured_runs: int, version_runs: int, digest: bool, layers: int) -> int:
-    used = _FIXED.size + 8 * captured_runs + 16 * version_runs + DIGEST_BYTES * digest + 4 * layers
-    return -(-used // ALIGNMENT) * ALIGNMENT
+def _tail_end(captured_runs: int, version_runs: int, digest: bool, layers: int) -> int:
+    """Return the position after the layers, with which the header of version 1 ends but for its padding."""
+    return FIXED_BYTES + 8 * captured_runs + 16 * version_runs + DIGEST_BYTES * digest + 4 * layers
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 # -- reading ----------------------------------------------------------------------------------------
 
 
-def parse(view: memoryview) -> Header:
-    """Parse the header and check that it is canonical and that the lengths add up. Does not verify the checksum."""
-    if view[: len(MAGIC)] != MAGIC:
-        raise WireError(f"magic: this is not a blob of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
-    if len(view) < _FIXED.size + CHECKSUM_BYTES:
-        raise WireError(f"truncated: expected {_FIXED.size + CHECKSUM_BYTES} bytes or more, got {len(view)}")
-    (
-        (_, version, codec, flags, length, experts, top_k, num_layers, layer_count),
-        (rows, start, payload_length, captured_count, version_count),
-    ) = (fields := _FIXED.unpack_from(view))[:9], fields[9:]
-    if version != FORMAT_VERSION:
-        raise WireError(f"format version: this reader knows {FORMAT_VERSION}, got {version}; update router-replay")
+def parse(view: memoryview, whole: bool = True) -> Header:
+    """Parse the header and check that it is canonical and that the lengths add up.
+
+    `whole` says that `view` is the whole blob, not only its header. The checksum of the payload is not verified; the
+    header of a seekable blob has a checksum of its own, which is.
+    """
+    fields = _fixed(view)
+    (_, version, codec, flags, length, experts, top_k, num_layers, layer_count), rest = fields[:9], fields[9:]
+    rows, start, payload_length, captured_count, version_count = rest
     if codec >= len(CODECS):
         raise WireError(f"codec: expected 0 (dense) or 1 (sets), got {codec}")
     if flags & ~KNOWN_FLAGS:
         raise WireError(f"flags: reserved bits must be zero, got {flags:#04x}")
     if max(rows, start) > MAX_ROWS:
         raise WireError(f"rows and start must not exceed 2**40, got {rows} and {start}")
-    expected = _header_length(captured_count, version_count, bool(flags & HAS_DIGEST), layer_count)
-    if length != expected:
-        raise WireError(f"header length: expected {expected} bytes from the counts in the header, got {length}")
-    if length + payload_length + CHECKSUM_BYTES != len(view):
+    layers_end = _tail_end(captured_count, version_count, bool(flags & HAS_DIGEST), layer_count)
+    seekable = version == SEEKABLE
+    least = _aligned(layers_end + CHECKSUM_BYTES if seekable else layers_end)
+    if length < least or length % ALIGNMENT or (length > least and not seekable):
+        raise WireError(f"header length: expected {least} bytes from the counts in the header, got {length}")
+    end = length + payload_length + (0 if seekable else CHECKSUM_BYTES)
+    if (end != len(view)) if whole else (length != len(view)):
         raise WireError(
-            f"length: expected {length + payload_length + CHECKSUM_BYTES} bytes from the header, got {len(view)}: "
+            f"length: expected {end if whole else length} bytes from the header, got {len(view)}: "
             "the blob was truncated, or bytes were appended to it"
         )
-    captured_end = _FIXED.size + 8 * captured_count
+    if seekable:
+        check_sum(view[:length])
+    captured_end = FIXED_BYTES + 8 * captured_count
     versions_end = captured_end + 16 * version_count
     digest_end = versions_end + (DIGEST_BYTES if flags & HAS_DIGEST else 0)
-    layers_end = digest_end + 4 * layer_count
-    if any(view[layers_end:length]):
-        raise WireError("header padding: expected zeros, got other bytes")
     layers = bytes(view[digest_end:layers_end])
     read_spec = _spec if layer_count <= 1024 else _spec.__wrapped__  # keep large specs out of the cache
-    return Header(
+    header = Header(
         spec=read_spec(experts, top_k, layers, bool(flags & ORDERED), num_layers),
         codec=CODECS[codec],
         rows=rows,
         start=start,
-        captured=_captured(view[_FIXED.size : captured_end], bool(flags & FIRST_ROW_CAPTURED), rows),
+        captured=_captured(view[FIXED_BYTES:captured_end], bool(flags & FIRST_ROW_CAPTURED), rows),
         versions=_versions(view[captured_end:versions_end], bool(flags & HAS_VERSIONS), rows),
         token_digest=bytes(view[versions_end:digest_end]) if flags & HAS_DIGEST else None,
         payload_length=payload_length,
     )
+    used = layers_end
+    if seekable:
+        used += CHECKSUM_BYTES * header.chunks.count
+        header = dataclasses.replace(header, chunk_sums=bytes(view[layers_end:used]))
+        if length != header.payload_offset or len(header.chunk_sums or b"") != used - layers_end:
+            raise WireError(
+                f"header length: expected {_aligned(used + CHECKSUM_BYTES)} bytes with {header.chunks.count} chunk "
+                f"checksums, got {length}"
+            )
+    if any(view[used : length - (CHECKSUM_BYTES if seekable else 0)]):
+        raise WireError("header padding: expected zeros, got other bytes")
+    return header
+
+
+def header_length(fixed: memoryview) -> int:
+    """Return the length of the header of a seekable blob, given its first 64 bytes; raise WireError for another."""
+    fields = _fixed(fixed, FIXED_BYTES)
+    if fields[1] != SEEKABLE:
+        raise WireError("the blob is not seekable: write it with encode(..., seekable=True), or use wire.decode")
+    length: int = fields[4]
+    return length
+
+
+def _fixed(view: memoryview, least: int = FIXED_BYTES + CHECKSUM_BYTES) -> tuple[Any, ...]:
+    """Return the fields of the fixed header, of a format version that this reader knows."""
+    if view[: len(MAGIC)] != MAGIC:
+        raise WireError(f"magic: this is not a blob of Router Replay: expected {MAGIC!r}, got {bytes(view[:8])!r}")
+    if len(view) < least:
+        raise WireError(f"truncated: expected {least} bytes or more, got {len(view)}")
+    fields = _FIXED.unpack_from(view)
+    if fields[1] not in FORMAT_VERSIONS:
+        known = " and ".join(map(str, FORMAT_VERSIONS))
+        raise WireError(f"format version: this reader knows {known}, got {fields[1]}; update router-replay")
+    return fields
 
 
 @functools.lru_cache(maxsize=64)

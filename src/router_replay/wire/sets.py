@@ -8,11 +8,15 @@ Shapes: T rows, L layers, K slots; N = captured rows * L sets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from router_replay import kernel
 from router_replay.errors import WireError
 from router_replay.routes import Routes
+from router_replay.runs import Runs
+from router_replay.spec import RouterSpec
 from router_replay.wire.envelope import CHECKSUM_BYTES, Header
 
 
@@ -28,12 +32,17 @@ def payload_length(header: Header) -> int:
             f"payload_length: {sets} sets of {spec.top_k} of {spec.num_experts} experts take {least} bytes or more "
             f"with codec 'sets', got {header.payload_length}"
         )
+    if header.seekable:
+        return header.chunks.payload_length
     return (sets * kernel.rank_bits(spec.num_experts, spec.top_k) + 7) // 8
 
 
-def refuse_slow(header: Header, most_steps: int) -> None:
-    """Raise WireError if decoding the ranks takes more steps than `most_steps`, the limit for the blob's size."""
-    spec, sets = header.spec, header.captured_rows * len(header.spec.layers)
+def refuse_slow(header: Header, most_steps: int, part: int | None = None) -> None:
+    """Raise WireError if decoding the ranks takes more steps than `most_steps`, the limit for the blob's size.
+
+    `part` is the number of ranks that are decoded, if these are not all.
+    """
+    spec, sets = header.spec, header.captured_rows * len(header.spec.layers) if part is None else part
     steps = kernel.unranking_steps(sets, spec.top_k, spec.num_experts)
     if steps > most_steps:
         raise WireError(
@@ -43,8 +52,17 @@ def refuse_slow(header: Header, most_steps: int) -> None:
         )
 
 
-def encode(routes: Routes, threads: int) -> np.ndarray:
-    """Return the payload: the ranks of the captured sets. Raises WireError if the order of the slots has a meaning."""
+def refuse_large(spec: RouterSpec, rows: int, blob_bytes: int, max_bytes: int) -> None:
+    """Raise WireError if so many rows of ids take more than `max_bytes`."""
+    if rows * spec.row_bytes > max_bytes:
+        raise WireError(
+            f"a blob of {blob_bytes} bytes would unpack to {rows} rows of {spec.row_bytes} bytes, more than the limit "
+            f"of {max_bytes} bytes; if you trust the sender, pass decode(..., max_bytes={rows * spec.row_bytes})"
+        )
+
+
+def captured_sets(routes: Routes) -> np.ndarray:
+    """Return the sets of the captured rows, [N, K]. Raises WireError if the order of the slots has a meaning."""
     spec = routes.spec
     if spec.ordered:
         raise WireError(
@@ -52,7 +70,12 @@ def encode(routes: Routes, threads: int) -> np.ndarray:
             "(spec.ordered=True): use codec='dense'"
         )
     ids_TLK = routes.ids if routes.all_captured else routes.ids[routes.captured]
-    return kernel.encode_sets(ids_TLK.reshape(-1, spec.top_k), spec.num_experts, threads)
+    return ids_TLK.reshape(-1, spec.top_k)
+
+
+def encode(routes: Routes, threads: int) -> np.ndarray:
+    """Return the payload: the ranks of the captured sets."""
+    return kernel.encode_sets(captured_sets(routes), routes.spec.num_experts, threads)
 
 
 def decode(view: memoryview, header: Header, threads: int, max_bytes: int) -> np.ndarray:
@@ -60,29 +83,36 @@ def decode(view: memoryview, header: Header, threads: int, max_bytes: int) -> np
 
     Raises WireError if the ids would take more than `max_bytes`, or if a rank encodes no set.
     """
-    spec, rows = header.spec, header.rows
-    if rows * spec.row_bytes > max_bytes:
-        raise WireError(
-            f"a blob of {len(view)} bytes would unpack to {rows} rows of {spec.row_bytes} bytes, more than the limit "
-            f"of {max_bytes} bytes; if you trust the sender, pass decode(..., max_bytes={rows * spec.row_bytes})"
-        )
-    known = header.captured_rows
+    spec, known = header.spec, header.captured_rows
+    refuse_large(spec, header.rows, len(view), max_bytes)
     payload = view[header.payload_offset : -CHECKSUM_BYTES]
+    ids_NK = unpack(payload, known * len(spec.layers), spec, threads, lambda number: divmod(number, len(spec.layers)))
+    return spread(ids_NK.reshape(known, *spec.row_shape), header.captured)
+
+
+def unpack(
+    payload: memoryview, count: int, spec: RouterSpec, threads: int, place: Callable[[int], tuple[int, int]]
+) -> np.ndarray:
+    """Return `count` sets of a bit stream of ranks, [N, K].
+
+    `place` gives the captured row and the layer column of a set, for the WireError about a rank that encodes no set.
+    """
     try:
-        ids_NK = kernel.decode_sets(
-            payload, known * len(spec.layers), spec.top_k, spec.num_experts, spec.dtype, threads
-        )
+        return kernel.decode_sets(payload, count, spec.top_k, spec.num_experts, spec.dtype, threads)
     except kernel.BadRank as error:
-        row, column = divmod(error.number, len(spec.layers))
+        row, column = place(error.number)
         raise WireError(f"captured row {row}, layer {spec.layers[column]}: {error}") from None
     except ValueError as error:
         raise WireError(f"payload: {error}") from None
-    captured_TLK = ids_NK.reshape(known, *spec.row_shape)
-    if known == rows:
+
+
+def spread(captured_TLK: np.ndarray, captured: Runs) -> np.ndarray:
+    """Return the ids of all rows of the runs, zeros in uncaptured rows, from the ids of the captured ones."""
+    if len(captured_TLK) == len(captured):
         return captured_TLK
-    ids_TLK = np.zeros((rows, *spec.row_shape), spec.dtype)
+    ids_TLK = np.zeros((len(captured), *captured_TLK.shape[1:]), captured_TLK.dtype)
     taken = 0
-    for start, end in header.captured.spans(True):
+    for start, end in captured.spans(True):
         ids_TLK[start:end] = captured_TLK[taken : taken + end - start]
         taken += end - start
     return ids_TLK
