@@ -310,6 +310,16 @@ def embedded_engine(checkpoints: Checkpoints) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
+def pool_engine(checkpoints: Checkpoints) -> Iterator[Engine]:
+    """Two embedded engines as one."""
+    from router_replay.engines import EmbeddedEngine, EnginePool
+
+    engines = {name: EmbeddedEngine(checkpoints.a, max_length=SHAPE["max_model_len"]) for name in ("one", "two")}
+    with EnginePool(engines) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def embedded_fresh_b(checkpoints: Checkpoints) -> Completion:
     from router_replay.engines.embedded import EmbeddedEngine
 
@@ -320,11 +330,11 @@ def embedded_fresh_b(checkpoints: Checkpoints) -> Completion:
 @pytest.fixture
 def fresh_b(request: pytest.FixtureRequest, engine: Engine) -> Completion:
     """The reference for a swap to B is an engine of the same kind: two kinds do not round alike."""
-    kind = "embedded" if type(engine).__name__ == "EmbeddedEngine" else "vllm"
+    kind = "embedded" if type(engine).__name__ in ("EmbeddedEngine", "EnginePool") else "vllm"
     return request.getfixturevalue(f"{kind}_fresh_b")
 
 
-@pytest.fixture(params=["embedded", "vllm", "vllm_http"])
+@pytest.fixture(params=["embedded", "pool", "vllm", "vllm_http"])
 def engine(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[Engine]:
     """Every engine, running on A as version 0; whatever a test leaves behind is cleared."""
     engine: Engine = request.getfixturevalue(f"{request.param}_engine")

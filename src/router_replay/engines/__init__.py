@@ -21,6 +21,7 @@ _HOMES = {
     "SglangEngine": "sglang.engine",
     "DynamoEngine": "dynamo",
     "EmbeddedEngine": "embedded.engine",
+    "EnginePool": "pool",
 }
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "DynamoEngine",
     "EmbeddedEngine",
     "Engine",
+    "EnginePool",
     "Request",
     "Sampling",
     "SglangEngine",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from router_replay.engines.base import Engine as Engine
     from router_replay.engines.dynamo import DynamoEngine as DynamoEngine
     from router_replay.engines.embedded.engine import EmbeddedEngine as EmbeddedEngine
+    from router_replay.engines.pool import EnginePool as EnginePool
     from router_replay.engines.sglang.engine import SglangEngine as SglangEngine
     from router_replay.engines.types import Capabilities as Capabilities
     from router_replay.engines.types import Completion as Completion

@@ -118,6 +118,9 @@ class Backend(abc.ABC):
         """Return whether the engine has died, so that calls could wait forever for an answer."""
         return False
 
+    async def ping(self) -> None:  # noqa: B027  what `dead` says is enough for an engine of this process
+        """Raise EngineError if the engine does not answer."""
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Release the connection or the processes of the engine."""

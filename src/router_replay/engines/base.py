@@ -126,6 +126,9 @@ class Engine(abc.ABC):
         the new weights. `in_flight` says what happens to running requests, as in `pause`: "abort", "keep" or "wait".
         """
 
+    def ping(self) -> None:  # noqa: B027  an engine without this is never found dead
+        """Raise EngineError with the reason if the engine does not answer, or cannot generate any more."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Shut the engine down. Requests in flight fail with EngineError, and so does every later call."""

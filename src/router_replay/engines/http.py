@@ -157,6 +157,12 @@ class Http:
             raise EngineError(f"{self.url}{path}: expected a JSON object, got {str(answer)[:200]}")
         return answer
 
+    async def ping(self) -> None:
+        """Raise EngineError unless the server says that it is well."""
+        status, answer = await self.request("GET", "/health", repeat=True)
+        if status != 200:
+            raise refusal(f"{self.url}/health", status, answer)
+
     async def close(self) -> None:
         """Close all connections."""
         await self._session.close()

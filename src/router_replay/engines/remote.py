@@ -96,6 +96,10 @@ class RemoteEngine(Engine):
         source = self._source(source)
         self._wait(self._update(source, checks.version(version), check_in_flight(in_flight)))
 
+    def ping(self) -> None:
+        """Raise EngineError if the server does not answer, or if it is unknown which weights it holds."""
+        self._wait(self._ping())
+
     def close(self) -> None:
         """Disconnect, or stop an engine of this process. Requests in flight fail with EngineError."""
         if self._closed:
@@ -114,6 +118,12 @@ class RemoteEngine(Engine):
         request = super()._checked(request)
         self._connected.refuse(request)
         return request
+
+    async def _ping(self) -> None:
+        self._refuse_broken()
+        if self._connected.dead():
+            raise EngineError(f"{self.server} died: create a new engine")
+        await self._connected.ping()
 
     # -- on the loop: requests ------------------------------------------------------------------
 

@@ -86,8 +86,10 @@ class Request:
 
     Rows before position `start` are not returned, because the caller already has them. `forced_routes` are rows
     [0, len) of the prompt that the engine must use instead of its own choice (to continue an aborted rollout);
-    positions beyond them, and uncaptured rows, are routed live. `id` names the request in `abort`, in completions and
-    in errors; it must be unique among the requests in flight, and is created if it is not given.
+    positions beyond them, and uncaptured rows, are routed live. `known_routes` are the rows [0, len) of the prompt that
+    the caller has from earlier turns; a pool forces them if it moves the conversation to another engine. `id` names the
+    request in `abort`, in completions and in errors; it must be unique among the requests in flight, and is created if
+    it is not given.
     """
 
     token_ids: Sequence[int]
@@ -95,6 +97,7 @@ class Request:
     start: int
     forced_routes: Routes | None
     id: str
+    known_routes: Routes | None
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class Request:
         forced_routes: Routes | None = None,
         id: str = _NEW_ID,
         *,
+        known_routes: Routes | None = None,
         routes_start: int | None = None,
     ) -> None:
         """`routes_start` is the old name of `start`."""
@@ -116,7 +120,7 @@ class Request:
             start = routes_start
         given = f"request-{next(_numbers)}" if id is _NEW_ID else id
         fields = {"token_ids": token_ids, "sampling": sampling, "start": start, "forced_routes": forced_routes}
-        for name, value in (*fields.items(), ("id", given)):
+        for name, value in (*fields.items(), ("id", given), ("known_routes", known_routes)):
             object.__setattr__(self, name, value)
 
     @property
@@ -145,26 +149,25 @@ class Request:
                 f"(the last prompt row is always returned), got {start}"
             )
         sampling = self.sampling.check(self.id, vocabulary)
-        self._check_forced(spec, capabilities, tokens)
-        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
-
-    def _check_forced(self, spec: RouterSpec, capabilities: Capabilities, tokens: int) -> None:
-        forced = self.forced_routes
-        if forced is None:
-            return
-        if not isinstance(forced, Routes):
-            raise EngineError(f"{self.id}: forced_routes must be Routes, got {checks.shown(forced)}")
-        if not capabilities.forced_routes:
+        self._check_rows(self.forced_routes, "forced", spec, tokens)
+        self._check_rows(self.known_routes, "known", spec, tokens)
+        if self.forced_routes is not None and not capabilities.forced_routes:
             raise EngineError(
                 f"{self.id}: this engine cannot force routes: {capabilities.why_not}. Leave forced_routes out"
             )
-        if forced.spec != spec:
+        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
+
+    def _check_rows(self, rows: Routes | None, kind: str, spec: RouterSpec, tokens: int) -> None:
+        """Raise EngineError unless these are rows of the prompt. `kind` is "forced" or "known"."""
+        if rows is None:
+            return
+        if not isinstance(rows, Routes):
+            raise EngineError(f"{self.id}: {kind}_routes must be Routes, got {checks.shown(rows)}")
+        if rows.spec != spec:
+            raise EngineError(f"{self.id}: {kind}_routes are those of another model: expected {spec}, got {rows.spec}")
+        if len(rows) > tokens:
             raise EngineError(
-                f"{self.id}: forced_routes are those of another model: expected {spec}, got {forced.spec}"
-            )
-        if len(forced) > tokens:
-            raise EngineError(
-                f"{self.id}: {len(forced)} forced rows for a prompt of {tokens} tokens, expected at most one row for "
+                f"{self.id}: {len(rows)} {kind} rows for a prompt of {tokens} tokens, expected at most one row for "
                 "each prompt token"
             )
 

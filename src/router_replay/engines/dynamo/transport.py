@@ -222,6 +222,10 @@ class DynamoTransport(Transport):
     async def _tell_all(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return list(await asyncio.gather(*(tell(worker, path, body) for worker in self.workers)))
 
+    async def ping(self) -> None:
+        """Raise EngineError unless the frontend says that it is well."""
+        await self._frontend.ping()
+
     async def close(self) -> None:
         """Close the connections to the frontend and to the workers."""
         await asyncio.gather(self._frontend.close(), *(worker.close() for worker in self.workers))

@@ -173,6 +173,12 @@ class EmbeddedEngine(Engine):
             prepare=lambda: staged.update(stage(inner_model(self._model), source)),
         )
 
+    def ping(self) -> None:
+        """Raise EngineError if the thread of the engine has ended, or if its weights are unknown."""
+        if self._schedule.broken:
+            raise EngineError(self._schedule.broken)
+        self._post(lambda: None).result()
+
     def close(self) -> None:
         """Stop the engine's thread and give the model back. Requests in flight fail with EngineError."""
         with self._wake:

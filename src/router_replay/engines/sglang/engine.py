@@ -249,6 +249,10 @@ class SglangBackend(Backend):
         await asyncio.sleep(BREATH)
         await self.hold(())
 
+    async def ping(self) -> None:
+        """Raise EngineError unless the server says that it is well."""
+        await self._http.ping()
+
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()

@@ -63,6 +63,9 @@ class Transport(abc.ABC):
         """Return whether the engine has died, so that calls could wait forever for an answer."""
         return False
 
+    async def ping(self) -> None:  # noqa: B027  what `dead` says is enough for an engine of this process
+        """Raise EngineError if the engine does not answer."""
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Disconnect, or stop an engine of this process."""
@@ -171,6 +174,10 @@ class VllmBackend(Backend):
     def dead(self) -> bool:
         """Return whether vLLM's engine core has died."""
         return self.transport.dead()
+
+    async def ping(self) -> None:
+        """Raise EngineError if the engine does not answer."""
+        await self.transport.ping()
 
     async def close(self) -> None:
         """Close the transport."""

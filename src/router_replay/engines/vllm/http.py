@@ -379,6 +379,9 @@ class _OverHttp(Transport):
         answer = await self._http.expect_object("POST", "/reset_prefix_cache", patient=True)
         return answer.get("success") is True
 
+    async def ping(self) -> None:
+        await self._http.ping()
+
     async def close(self) -> None:
         await self._http.close()
 
