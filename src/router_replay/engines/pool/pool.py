@@ -219,9 +219,9 @@ class EnginePool(Engine):
     def update_weights(
         self, source: WeightSource | Callable[[str], WeightSource], version: int, in_flight: InFlight = "abort"
     ) -> None:
-        """Load new weights into all engines, `at_once` at a time.
+        """Load new weights as `version` into all engines, `at_once` at a time.
 
-        `source` may also be a function that returns the source for an engine, given its name. An engine that does not
+        `in_flight` says what happens to running requests, as in `Engine.update_weights`. `source` may also be a function that returns the source for an engine, given its name. An engine that does not
         answer gets the weights when it answers again, so `source` must stay valid until the next update. Raises
         EngineError if an engine that answers refuses the weights, or if no engine took them.
         """
