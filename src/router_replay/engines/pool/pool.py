@@ -221,9 +221,10 @@ class EnginePool(Engine):
     ) -> None:
         """Load new weights as `version` into all engines, `at_once` at a time.
 
-        `in_flight` says what happens to running requests, as in `Engine.update_weights`. `source` may also be a function that returns the source for an engine, given its name. An engine that does not
-        answer gets the weights when it answers again, so `source` must stay valid until the next update. Raises
-        EngineError if an engine that answers refuses the weights, or if no engine took them.
+        `in_flight` is as in `Engine.update_weights`. `source` may also be a function
+        that returns the source for an engine, given its name. An engine that does not answer gets the weights when it
+        answers again, so `source` must stay valid until the next update. Raises EngineError if an engine that answers
+        refuses the weights, or if no engine took them.
         """
         version, in_flight = checks.version(version), check_in_flight(in_flight)
         with self._control:
