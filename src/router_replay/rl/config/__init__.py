@@ -11,6 +11,7 @@ reads and writes TOML text.
 from router_replay.rl.config.blocks import (
     Block,
     CheckpointConfig,
+    ClusterConfig,
     EngineConfig,
     EnvironmentConfig,
     LoggingConfig,
@@ -31,6 +32,7 @@ from router_replay.rl.config.load import config_error, load_config, to_toml
 __all__ = [
     "Block",
     "CheckpointConfig",
+    "ClusterConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "LoggingConfig",

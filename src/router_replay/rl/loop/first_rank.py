@@ -13,7 +13,7 @@ import torch
 from router_replay.engines.base import Engine
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.engine_start import start_engine
+from router_replay.rl.engine_set import EngineSet
 from router_replay.rl.environments import make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.metrics import MetricsWriter
@@ -29,7 +29,6 @@ from router_replay.rl.rollout.episodes import samples_of
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 from router_replay.rl.state.checkpoints import Progress
 from router_replay.rl.state.run_record import record_of
-from router_replay.rl.weights.sync import WeightSync
 
 
 class FirstRank:
@@ -69,17 +68,9 @@ class FirstRank:
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
-        self._sync = WeightSync(
-            config.engine,
-            policy.model,
-            policy.replayer.router_names,
-            float32_routers=config.model.router_dtype == "float32",
-        )
+        self._sync = EngineSet(config, policy.model, policy.replayer.router_names)
         closing.callback(self._sync.close)
-        exported = self._sync.export(state, progress.version)
-        self.engine: Engine = closing.enter_context(
-            start_engine(config, exported, policy.replayer.spec, progress.version)
-        )
+        self.engine: Engine = closing.enter_context(self._sync.start(state, policy.replayer.spec, progress.version))
 
     @property
     def episodes(self) -> list[Episode]:
@@ -100,7 +91,7 @@ class FirstRank:
                 self._task,
                 problems,
                 config.rollout,
-                max_length=config.engine.max_length,
+                max_length=config.max_length,
                 seed=(config.seed, progress.step),
                 on_turn=ranks.watch.beat,
             )

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.base import Engine
+from router_replay.engines.base import Engine, WeightSource
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
+from router_replay.engines.types import InFlight
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 from router_replay.rl.weights.fp8 import fp8_rounded
@@ -79,15 +80,30 @@ class WeightSync:
             ) from error
         return folder
 
-    def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load the weights of `state` into the engine as this version, and remove the files of older ones."""
-        kind = self._config.kind
+    def push(
+        self, engine: Engine, state: Mapping[str, torch.Tensor], version: int, in_flight: InFlight = "abort"
+    ) -> None:
+        """Load the weights of `state` into the engine as this version, and remove the files of older ones.
+
+        `in_flight` says what happens to running requests.
+        """
+        engine.update_weights(self.source(state, version), version, in_flight)
+        self.remove_older(version)
+
+    def source(self, state: Mapping[str, torch.Tensor], version: int, *, as_folder: bool = False) -> WeightSource:
+        """Return the weights of `state` in the form that the engine loads fastest.
+
+        `as_folder` is for an engine of the run in another process, which takes a folder whatever its kind.
+        """
+        kind = "" if as_folder else self._config.kind
         if kind == "embedded":
-            engine.update_weights(self.for_engine(state), version)
-        elif kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
-            engine.update_weights(segment, version)
-        else:
-            engine.update_weights(str(self.export(state, version)), version)
+            return self.for_engine(state)
+        if kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
+            return segment
+        return str(self.export(state, version))
+
+    def remove_older(self, version: int) -> None:
+        """Remove the folders of other versions than this one."""
         for old in self._root.glob("version_*"):
             if old.name != f"version_{version}":
                 shutil.rmtree(old)
