@@ -301,11 +301,11 @@ class ClusterConfig(Block):
     Ray on this machine and ends it"""
     ranks: PositiveInt = 1
     """for ray: the number of trainer ranks"""
-    cpus_per_rank: NonNegativeFloat = 1.0
+    cpus_per_rank: PositiveFloat = 1.0
     """for ray: CPUs that Ray reserves for each trainer rank"""
     gpus_per_rank: NonNegativeFloat = 0.0
     """for ray: GPUs that Ray reserves for each trainer rank"""
-    cpus_per_engine: NonNegativeFloat = 1.0
+    cpus_per_engine: PositiveFloat = 1.0
     """for ray: CPUs that Ray reserves for each engine without a URL"""
     gpus_per_engine: NonNegativeFloat = 0.0
     """for ray: GPUs that Ray reserves for each engine without a URL"""
