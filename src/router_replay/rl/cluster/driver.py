@@ -41,15 +41,15 @@ def train_on_ray(config: TrainConfig, resume: bool = False) -> Progress:
             'cluster.kind = "ray" starts the trainer ranks itself (cluster.ranks): start one process, without torchrun'
         )
     check_config(config, config.cluster.ranks)
+    restarts = config.cluster.restarts
     with _connected(config), Cluster(config) as cluster:
-        for restart in range(config.cluster.restarts + 1):
+        for restart in range(restarts + 1):
             progress, died = cluster.train(resume or restart > 0)
             if progress is not None:
                 return progress
-            _say(f"{died}; {config.cluster.restarts - restart} restarts are left")
-        raise TrainError(
-            f"{died}, and cluster.restarts = {config.cluster.restarts} are used up; continue with --resume"
-        )
+            if restart < restarts:
+                _say(f"{died}; all ranks start again from the newest checkpoint (restart {restart + 1} of {restarts})")
+    raise TrainError(f"{died}, after {restarts} restarts (cluster.restarts); continue with --resume")
 
 
 class Cluster:
@@ -137,6 +137,7 @@ def _connected(config: TrainConfig) -> Iterator[None]:
     """Connect to the cluster of `cluster.address`, or start Ray on this machine, for the block."""
     address = config.cluster.address
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run reports to nobody
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank has its own message; torch writes pages
     options: dict[str, Any] = {"namespace": f"router-replay-{uuid.uuid4()}", "logging_level": "WARNING"}
     if address:
         path = os.environ.get("PYTHONPATH")
