@@ -106,6 +106,23 @@ def test_recompute_gives_the_same_gradients_to_the_bit(found: Any, name: str) ->
             same(recomputed[step], plain[step])
 
 
+PIPELINES = [f"{name}{kind}" for name in ("pipeline", "virtual pipeline") for kind in ("", ", recompute")]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_forgotten_switch_is_harmless_with_install(found: Any, name: str) -> None:
+    """Alone, Megatron's calls then recompute with the rows of a later micro-batch: equal losses, wrong gradients."""
+    wrong = []
+    for one in all_of(found, name):
+        same(one["native step"], one["forced step"])
+        same(one["forgotten switch, installed"], one["forced step"])
+        alone = one["forgotten switch"]
+        assert all(torch.equal(a, b) for a, b in zip(alone.losses, one["forced step"].losses, strict=True))
+        for got, right in zip(alone.gradients, one["forced step"].gradients, strict=True):
+            wrong += [parameter for parameter in right if not torch.equal(got[parameter], right[parameter])]
+    assert any("router" in parameter for parameter in wrong) == ("recompute" in name)
+
+
 @divisions
 def test_a_rank_gets_the_rows_of_its_own_layers_and_tokens_only(found: Any, name: str) -> None:
     spec = all_of(found, name)[0]["spec"]
