@@ -56,4 +56,5 @@ PAYLOADS: dict[str, tuple[Callable[..., Routes], Callable[..., Any], Any]] = {
     "dynamo": (peers.from_dynamo, peers.to_dynamo, prime()),
     "skyrl": (peers.from_skyrl, peers.to_skyrl, skyrl()),
     "nemo": (peers.from_nemo, peers.to_nemo, nemo(ENGINE)),
+    "megatron": (peers.from_megatron, peers.to_megatron, {"moe_topk_indices": ROWS}),
 }

@@ -20,6 +20,7 @@ from router_replay.wire import dense, envelope, sets
 from router_replay.wire.envelope import Header
 from router_replay.wire.peers import (
     from_dynamo,
+    from_megatron,
     from_nemo,
     from_prime_rl,
     from_sglang,
@@ -27,6 +28,7 @@ from router_replay.wire.peers import (
     from_vllm,
     peer_start,
     to_dynamo,
+    to_megatron,
     to_nemo,
     to_prime_rl,
     to_sglang,
@@ -35,8 +37,8 @@ from router_replay.wire.peers import (
 )
 
 __all__ = ["Header", "decode", "encode", "peer_start", "read_header"]
-__all__ += ["from_dynamo", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
-__all__ += ["to_dynamo", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
+__all__ += ["from_dynamo", "from_megatron", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
+__all__ += ["to_dynamo", "to_megatron", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
 
 FREE_BYTES = 256 << 20  # ids up to this size are decoded, whatever the size of the blob
 FREE_EXPANSION = 64  # larger ids are decoded up to this many times the size of the blob
