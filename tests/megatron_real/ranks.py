@@ -45,12 +45,15 @@ class Division:
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+EXPERT_TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 DIVISIONS = {
     "data": Division({}, data_parallel=2),
     "expert": Division({"expert_model_parallel_size": 2}, data_parallel=2),
     "expert, recompute": Division({"expert_model_parallel_size": 2}, FULL, data_parallel=2),
     "tensor": Division(TENSOR),
     "tensor, recompute": Division(TENSOR, FULL),
+    "expert tensor": Division(EXPERT_TENSOR),
+    "expert tensor, recompute": Division(EXPERT_TENSOR, FULL),
     "pipeline": Division(PIPELINE),
     "pipeline, recompute": Division(PIPELINE, FULL),
     "pipeline, no router on the first stage": Division(PIPELINE, dense=(0, 1)),

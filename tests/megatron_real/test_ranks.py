@@ -98,7 +98,9 @@ def test_gradients_equal_those_of_transformers_in_one_process(found: Any, name: 
                 close(gradient, expected[parameter])
 
 
-@pytest.mark.parametrize("name", ["expert", "tensor", "pipeline", "virtual pipeline", "tensor and pipeline"])
+@pytest.mark.parametrize(
+    "name", ["expert", "tensor", "expert tensor", "pipeline", "virtual pipeline", "tensor and pipeline"]
+)
 def test_recompute_gives_the_same_gradients_to_the_bit(found: Any, name: str) -> None:
     """A recompute with the rows of another micro-batch keeps the loss and changes the router's gradients."""
     for plain, recomputed in zip(all_of(found, name), all_of(found, f"{name}, recompute"), strict=True):

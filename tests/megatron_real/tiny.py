@@ -233,7 +233,14 @@ def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
             return split(tensors[f"{hf}{mlp}down_proj.weight"], 1)
     expert, matrix = int(part.split(".")[3]), part.split(".")[4]
     expert = layer.mlp.local_expert_indices[expert]
-    return tensors[hf + ("mlp.experts.gate_up_proj" if matrix == "linear_fc1" else "mlp.experts.down_proj")][expert]
+    own, parts = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if matrix == "linear_fc1":
+        halves = tensors[hf + "mlp.experts.gate_up_proj"][expert].chunk(2)  # gate, up
+        return torch.cat([half.chunk(parts)[own] for half in halves])
+    return tensors[hf + "mlp.experts.down_proj"][expert].chunk(parts, 1)[own]
 
 
 # -- running ------------------------------------------------------------------------------------------------
