@@ -41,11 +41,13 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def start(rank: int = 0, world: int = 1, store: str = "", **sizes: Any) -> None:
+def start(rank: int = 0, world: int = 1, store: str = "", backend: str = "gloo", **sizes: Any) -> None:
     """Join the process group, and divide it by `sizes`: arguments of initialize_model_parallel."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world
+        )
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
