@@ -1,11 +1,12 @@
-"""Code as callers of Megatron's own RouterReplay write it, and the steps that go wrong with it.
+"""Code as callers of Megatron's own RouterReplay write it, and what its tests share.
 
-Nothing here is of router_replay: the same code runs with and without `install()`.
+The steps use nothing of router_replay: the same code runs with and without `install()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.megatron_real import tiny
@@ -16,6 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
+
+from router_replay.replay.megatron import MegatronReplay
+from tests.makers import random_routes
+
+SPEC = tiny.RouterSpec(8, 2, (1, 2, 3), num_layers=4)
 
 
 def rows_of(routes: Any, sequences: int = 2) -> dict[int, Tensor]:
@@ -110,3 +116,48 @@ def warm_up_step(
     RouterReplay.clear_global_indices()
     RouterReplay.clear_global_router_replay_action()
     return tiny.gradients(chunk)
+
+
+# -- for the tests ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Begin and end with an empty list of routers, and check that nothing stays installed."""
+    RouterReplay.clear_global_router_replay_instances()
+    methods = {name: RouterReplay.__dict__[name] for name in vars(RouterReplay)}
+    router = TopKRouter.__init__, TopKRouter.routing
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+    assert {name: RouterReplay.__dict__[name] for name in vars(RouterReplay)} == methods
+    assert (TopKRouter.__init__, TopKRouter.routing) == router
+
+
+def native_model(hf: Any, kind: str = "none", **changes: Any) -> Any:
+    (chunk,) = tiny.megatron_model(hf, moe_enable_routing_replay=True, **tiny.RECOMPUTE[kind], **changes)
+    return chunk
+
+
+def two_routes(missing: tuple[int, ...] = ()) -> list[Any]:
+    made = [random_routes(16, SPEC, seed) for seed in range(2)]
+    return [tiny.with_missing(one, list(missing)) if missing else one for one in made]
+
+
+def expected_gradients(hf: Any, routes: list[Any], batches: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients of the same two micro-batches under MegatronReplay, without recompute."""
+    (chunk,) = tiny.megatron_model(hf)
+    with MegatronReplay(chunk).replay(routes, micro_batch_size=2):
+        for batch in batches:
+            tiny.forward(chunk, batch).sum().backward()
+    return tiny.gradients(chunk)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def with_row(rows: Tensor, row: int, ids: list[int]) -> Tensor:
+    rows = rows.clone()
+    rows[row] = torch.tensor(ids)
+    return rows

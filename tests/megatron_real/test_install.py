@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an environment of its own: make test-megatron")
 
 import torch
-from megatron.core.transformer.moe import router_replay as megatron_module
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from router_replay.errors import ReplayError
-from router_replay.replay.megatron import MegatronReplay, install
+from router_replay.replay.megatron import install
 from tests.makers import random_routes
 from tests.megatron_real import native_api, tiny
+from tests.megatron_real.native_api import SPEC, equal, expected_gradients, native_model, two_routes, with_row
 from tests.megatron_real.test_one_rank import same
 
-SPEC = tiny.RouterSpec(8, 2, (1, 2, 3), num_layers=4)
 FORWARD, BACKWARD = RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD
 
 
@@ -35,38 +30,9 @@ def hf() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def empty_list() -> Iterator[None]:
-    RouterReplay.clear_global_router_replay_instances()
-    methods = {name: RouterReplay.__dict__[name] for name in vars(RouterReplay)}
-    init = TopKRouter.__init__
-    yield
-    RouterReplay.clear_global_router_replay_instances()
-    assert {name: RouterReplay.__dict__[name] for name in vars(RouterReplay)} == methods  # nothing stays installed
-    assert TopKRouter.__init__ is init
-
-
-def native_model(hf: Any, kind: str = "none", **changes: Any) -> Any:
-    (chunk,) = tiny.megatron_model(hf, moe_enable_routing_replay=True, **tiny.RECOMPUTE[kind], **changes)
-    return chunk
-
-
-def two_routes(missing: tuple[int, ...] = ()) -> list[Any]:
-    made = [random_routes(16, SPEC, seed) for seed in range(2)]
-    return [tiny.with_missing(one, list(missing)) if missing else one for one in made]
-
-
-def expected_gradients(hf: Any, routes: list[Any], batches: list[Tensor]) -> dict[str, Tensor]:
-    """The gradients of the same two micro-batches under MegatronReplay, without recompute."""
-    (chunk,) = tiny.megatron_model(hf)
-    with MegatronReplay(chunk).replay(routes, micro_batch_size=2):
-        for batch in batches:
-            tiny.forward(chunk, batch).sum().backward()
-    return tiny.gradients(chunk)
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
+def untouched() -> Iterator[None]:
+    with native_api.untouched():
+        yield
 
 
 # -- recompute ----------------------------------------------------------------------------------------------
@@ -197,12 +163,6 @@ BAD = {
 }
 
 
-def with_row(rows: Tensor, row: int, ids: list[int]) -> Tensor:
-    rows = rows.clone()
-    rows[row] = torch.tensor(ids)
-    return rows
-
-
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_rows_raise_where_they_enter_and_none_of_them_is_kept(hf: Any, name: str) -> None:
     change, message = BAD[name]
@@ -265,95 +225,3 @@ def test_settings_that_bypass_replay_are_refused_when_it_is_asked_for(hf: Any) -
                 RouterReplay.set_global_router_replay_action(FORWARD)
             setattr(chunk.config, setting, before)
         RouterReplay.set_replay_data(rows)
-
-
-# -- models that were built before, and the installation itself ----------------------------------------------
-
-
-def test_a_model_that_was_built_before_is_checked_when_it_is_passed_or_in_its_first_pass(hf: Any) -> None:
-    (batch,) = tiny.tokens(1)
-    chunk = native_model(hf)
-    rows = list(native_api.rows_of(two_routes()[0]).values())
-    bad = [rows[0], with_row(rows[1], 3, [1, 8]), rows[2]]
-    with install([chunk]), pytest.raises(ReplayError, match=r"layer 2, row 3: .*of 8 experts.*range"):
-        RouterReplay.set_replay_data(bad)
-    with install():
-        with pytest.raises(ReplayError, match=r"router 1, row 3: .*got \[5, 5\]"):
-            RouterReplay.set_replay_data([rows[0], with_row(rows[1], 3, [5, 5]), rows[2]])
-        RouterReplay.set_replay_data(bad)
-        RouterReplay.set_global_router_replay_action(FORWARD)
-        with pytest.raises(ReplayError, match=r"router 1, row 3: .*got \[1, 8\].*range"):
-            tiny.forward(chunk, batch)
-        RouterReplay.clear_global_router_replay_action()
-    with pytest.raises(ReplayError, match="moe_enable_routing_replay=True"):
-        install(tiny.megatron_model(hf))
-
-
-def test_installing_twice_is_installing_once_and_each_is_taken_back(hf: Any) -> None:
-    native = RouterReplay.__dict__["get_replay_topk"]
-    first = install()
-    ours = RouterReplay.__dict__["get_replay_topk"]
-    assert ours is not native
-    with install() as second:
-        assert second is first
-        assert RouterReplay.__dict__["get_replay_topk"] is ours
-    assert RouterReplay.__dict__["get_replay_topk"] is ours
-    first.uninstall()
-    assert RouterReplay.__dict__["get_replay_topk"] is native
-    first.uninstall()  # a second one does nothing
-    with pytest.raises(RuntimeError, match="of the caller"), install():
-        raise RuntimeError("of the caller")
-    assert RouterReplay.__dict__["get_replay_topk"] is native
-
-
-def test_uninstall_waits_for_the_backward_pass_of_what_was_replayed(hf: Any) -> None:
-    (batch,) = tiny.tokens(1)
-    installation = install()
-    chunk = native_model(hf, "full")
-    RouterReplay.set_replay_data(list(native_api.rows_of(two_routes()[0]).values()))
-    RouterReplay.set_global_router_replay_action(FORWARD)
-    loss = tiny.forward(chunk, batch).sum()
-    with pytest.raises(ReplayError, match="before the backward pass"):
-        installation.uninstall()
-    loss.backward()
-    del loss
-    installation.uninstall()
-
-
-def test_another_interface_is_refused_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Later(RouterReplay):
-        def set_target_indices(self, topk_indices: Tensor, valid_mask: Tensor | None = None) -> None:
-            """As in a fork."""
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RouterReplay, "set_target_indices", Later.set_target_indices)
-        with pytest.raises(ReplayError, match=r"megatron-core 0.16.1: RouterReplay.set_target_indices takes .*valid_"):
-            install()
-    with monkeypatch.context() as patch:
-        patch.delattr(RouterReplay, "record_indices")
-        with pytest.raises(ReplayError, match="record_indices takes nothing: it is missing"):
-            install()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            megatron_module, "RouterReplayAction", enum.Enum("RouterReplayAction", ["RECORD", "REPLAY_FORWARD", "SKIP"])
-        )
-        with pytest.raises(ReplayError, match=r"RouterReplayAction has the members .*SKIP"):
-            install()
-
-
-def test_megatron_replay_and_the_native_calls_do_not_meet(hf: Any) -> None:
-    """One model with MegatronReplay, another with the native calls, both in one process under install()."""
-    (batch,), routes = tiny.tokens(1), two_routes()
-    with install():
-        chunk = native_model(hf, "full")
-        (other,) = tiny.megatron_model(hf)
-        replayer = MegatronReplay(other)
-        RouterReplay.set_replay_data(list(native_api.rows_of(routes[0]).values()))
-        RouterReplay.set_global_router_replay_action(FORWARD)
-        loss = tiny.forward(chunk, batch).sum()
-        with replayer.replay(routes[1], micro_batch_size=2):
-            tiny.forward(other, batch).sum().backward()
-        loss.backward()
-        assert equal(tiny.gradients(chunk), expected_gradients(hf, routes[:1], [batch]))
-        assert equal(tiny.gradients(other), expected_gradients(hf, routes[1:], [batch]))
-    assert np.array_equal(dataclasses.astuple(replayer.stats)[2], (16, 16, 16))

@@ -6,33 +6,29 @@
     RouterReplay.set_replay_data(rows_of_each_layer)    # from here on, the caller's code as it is
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-The methods of Megatron's class are replaced, not the class: code that imported it earlier is reached too. What
-install keeps lies in the Installation and not in Megatron's objects, so `uninstall` leaves nothing behind.
-
-Shapes: T tokens of this rank, K top-k, E experts.
+The methods of Megatron's class are replaced, not the class: code that imported it earlier is reached too. Routers ask
+the Installation for their experts, so a patch of `get_replay_topk` that other code makes later (NeMo RL does) changes
+nothing. What install keeps lies in the Installation and not in Megatron's objects: `uninstall` leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from router_replay.errors import ReplayError
-from router_replay.replay.checkpoint_calls import surrounding_checkpoints
-from router_replay.replay.megatron.native_rows import MISSING, NativeSite, missing_rows, narrow, refuse_form
-from router_replay.replay.megatron.routers import TESTED, refuse_settings
-from router_replay.replay.megatron.site import Choice
-from router_replay.replay.state import in_backward
+from router_replay.replay.megatron.native_rules import Answer, NativeRules
+from router_replay.replay.megatron.routers import TESTED
+from router_replay.replay.megatron.site import NO_CHANGE, count_without_padding, swapped
 from router_replay.replay.stats import Stats
 
 ACTIONS = ("RECORD", "REPLAY_FORWARD", "REPLAY_BACKWARD")
+ROUTING = ("self", "logits", "padding_mask")
 API = {  # what is replaced or called, with its arguments
     "set_replay_data": ("all_layers_topk_indices",),
     "set_target_indices": ("self", "topk_indices"),
@@ -41,14 +37,13 @@ API = {  # what is replaced or called, with its arguments
     "record_indices": ("self", "topk_indices"),
     "get_replay_topk": ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
 }
-_LIVE = object()  # what a checkpoint's forward used, if it routed live
 
 
 def install(model_chunks: nn.Module | Sequence[nn.Module] = ()) -> Installation:
     """Make Megatron's RouterReplay check its rows, and recompute each layer with the experts of its own forward.
 
-    `model_chunks` are models that were built before this call; models that are built later are found by themselves.
-    For a router that is not found, the range of the ids is checked in its first forward pass.
+    `model_chunks` are models that were built before this call, so that the range of their ids is checked when they are
+    given. Models that are built later are found by themselves, all others in their first forward pass.
 
     Returns an Installation, which is a context manager and has `uninstall`. A second call returns the same one, and
     each call needs its own `uninstall`. Raises ReplayError if megatron-core is missing, if its RouterReplay has another
@@ -64,7 +59,7 @@ def install(model_chunks: nn.Module | Sequence[nn.Module] = ()) -> Installation:
     try:
         current.add(model_chunks)
     except ReplayError:
-        current.uninstall()
+        current._remove()
         raise
     return current
 
@@ -80,8 +75,9 @@ class Installation:
         self._class = replayed
         self._router = router
         self._originals = {name: replayed.__dict__[name] for name in API}
-        self._router_init = router.__dict__["__init__"]
-        self._sites: weakref.WeakKeyDictionary[Any, NativeSite] = weakref.WeakKeyDictionary()
+        self._router_originals = {name: router.__dict__[name] for name in ("__init__", "routing")}
+        self._ours: dict[str, Any] = {}  # what takes the place of _originals
+        self.rules = NativeRules(replayed)
         self.depth = 0  # calls of install without their uninstall
 
     def __enter__(self) -> Installation:
@@ -99,9 +95,11 @@ class Installation:
     def uninstall(self) -> None:
         """Restore Megatron's methods, unless another call of `install` still needs these.
 
-        Raises ReplayError if a replayed checkpointed forward still awaits its backward.
+        Raises ReplayError if a replayed checkpointed forward still awaits its backward, or if other code replaced one
+        of the methods since.
         """
         self._refuse_waiting()
+        self._refuse_covered()
         self._remove()
 
     @property
@@ -110,8 +108,7 @@ class Installation:
 
         `layers` has the ids of their decoder layers; for a router that is not found, its position in the list.
         """
-        natives = list(self._class.global_router_replay_instances)  # type: ignore[attr-defined]
-        sites = [self._site(native) for native in natives]
+        sites = self.rules.sites
         return Stats(
             layers=tuple(number if site.layer is None else site.layer for number, site in enumerate(sites)),
             passes=max((site.passes for site in sites), default=0),
@@ -132,23 +129,24 @@ class Installation:
                 "set moe_enable_routing_replay=True in the TransformerConfig before the model is built"
             )
         for router in routers:
-            self._bind(router)
+            self.rules.bind(router)
 
     def patch(self) -> None:
         """Replace the methods of Megatron's classes."""
-        cls, own = self._class, self
+        cls, rules, clear = self._class, self.rules, self._originals["clear_indices"]
 
         def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
-            own.set_all(all_layers_topk_indices)
+            rules.set_all(all_layers_topk_indices)
 
         def set_target_indices(self: Any, topk_indices: Tensor) -> None:
-            own.set_rows([self], [topk_indices])
+            rules.set_rows([self], [topk_indices])
 
         def set_router_replay_action(self: Any, router_replay_action: Any) -> None:
-            own.set_action(self, router_replay_action)
+            rules.set_action(self, router_replay_action)
 
         def clear_indices(self: Any) -> None:
-            own.clear(self)
+            clear(self)
+            rules.clear(self)
 
         def get_replay_topk(
             self: Any,
@@ -158,161 +156,48 @@ class Installation:
             group_topk: int | None = None,
             default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
         ) -> tuple[Tensor, Tensor]:
-            return own.choose(self, scores, topk, num_groups, group_topk, default_compute_topk)
+            return rules.choose(self, scores, topk, num_groups, group_topk, default_compute_topk)
 
-        for method in (set_target_indices, set_router_replay_action, clear_indices, get_replay_topk):
-            setattr(cls, method.__name__, method)
-        cls.set_replay_data = staticmethod(set_replay_data)  # type: ignore[attr-defined]
-        init = self._router_init
+        methods = (set_target_indices, set_router_replay_action, clear_indices, get_replay_topk)
+        self._ours = {method.__name__: method for method in methods}
+        self._ours["set_replay_data"] = staticmethod(set_replay_data)
+        for name, method in self._ours.items():
+            setattr(cls, name, method)
+        self._patch_router()
+
+    def _patch_router(self) -> None:
+        """Let every router be found when it is built, and ask this object for its experts."""
+        cls, rules = self._class, self.rules
+        init, routing = self._router_originals.values()
 
         @functools.wraps(init)
         def bound_init(self: Any, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
-            own._bind(self)
+            rules.bind(self)
+
+        @functools.wraps(routing)
+        def asking(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+            if not isinstance(self.router_replay, cls):  # none, or the Choice of a MegatronReplay
+                return routing(self, logits, padding_mask=padding_mask)
+            rules.bind(self)
+            count = count_without_padding(self) if padding_mask is not None else NO_CHANGE
+            with swapped(self, router_replay=Answer(rules, self.router_replay), _apply_expert_bias=count):
+                return routing(self, logits, padding_mask=padding_mask)
 
         self._router.__init__ = bound_init  # type: ignore[misc]
-
-    # -- what Megatron's methods do while this is installed -----------------------------------------
-
-    def set_all(self, all_rows: Sequence[Tensor]) -> None:
-        """Give each router of Megatron's list its rows of the next forward pass: all of `all_rows`, or none."""
-        natives = list(self._class.global_router_replay_instances)  # type: ignore[attr-defined]
-        if len(all_rows) != len(natives):
-            raise ReplayError(
-                f"expected the rows of {len(natives)} routers (RouterReplay.global_router_replay_instances), got "
-                f"{len(all_rows)}: give one tensor per router, in the order in which they were built"
-            )
-        self.set_rows(natives, all_rows)
-
-    def set_rows(self, natives: Sequence[Any], all_rows: Sequence[Tensor]) -> None:
-        """Check `all_rows`, and keep them as the rows of the next forward pass of `natives`.
-
-        The rows of all routers are checked together, so that this waits for the device once.
-        """
-        sites = [self._site(native) for native in natives]
-        names = [self._name(native) for native in natives]
-        for site, name, rows in zip(sites, names, all_rows, strict=True):
-            self._refuse_bypass(site)
-            refuse_form(rows, site, name)
-        lengths = {len(rows) for rows in all_rows}
-        if len(lengths) > 1:
-            raise ReplayError(f"the rows of all routers must be of one micro-batch, got {sorted(lengths)} rows")
-        missing = missing_rows(sites, names, all_rows)
-        for native, site, rows, count in zip(natives, sites, all_rows, missing, strict=True):
-            site.ids_TK, site.missing = rows, count if site.experts else None
-            native.target_topk_idx = rows
-
-    def set_action(self, native: Any, action: Any) -> None:
-        """Set the action of a router. A replay with settings that bypass it is refused."""
-        if action is not None and action.name != "RECORD":
-            self._refuse_bypass(self._site(native))
-        native.router_replay_action = action
-
-    def clear(self, native: Any) -> None:
-        """Drop the rows and the recording of a router. Checkpoints that await their backward keep their own rows."""
-        self._originals["clear_indices"](native)
-        self._site(native).ids_TK = None
-
-    def choose(
-        self,
-        native: Any,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of the chosen experts, as get_replay_topk does.
-
-        The action decides in a forward pass only. In a recompute the checkpoint decides: it uses the experts of its
-        own forward, whatever the action is by then.
-        """
-        site = self._site(native)
-        entered, recomputed = surrounding_checkpoints()
-        backward = recomputed is not None or in_backward()
-        if backward:
-            used, live_T1 = self._of_the_forward(native, site, recomputed), None
-        else:
-            used, live_T1 = self._rows_of_this_pass(native, site, scores, topk)
-        choice = Choice(None if used is _LIVE else used.to(scores.device).long(), live_T1, False)
-        out = choice.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-        if not backward and used is _LIVE and _named(native, "RECORD"):
-            native.record_indices(out[1])
-        if entered and used is not _LIVE:  # a copy: the caller may fill its tensor with the rows of another micro-batch
-            used = narrow(out[1], scores.shape[1])
-        for checkpoint in entered:
-            site.used[checkpoint] = used
-            if used is not _LIVE:
-                site.waiting.add(checkpoint)
-        return out
+        self._router.routing = asking  # type: ignore[attr-defined]
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _rows_of_this_pass(self, native: Any, site: NativeSite, scores: Tensor, topk: int) -> tuple[Any, Tensor | None]:
-        """Return the ids for a forward pass and the mask of missing rows, or _LIVE and None."""
-        if native.router_replay_action is None or _named(native, "RECORD"):
-            return _LIVE, None
-        name, ids_TK = self._name(native), site.ids_TK
-        if ids_TK is None:
+    def _refuse_covered(self) -> None:
+        covered = [name for name, ours in self._ours.items() if self._class.__dict__.get(name) is not ours]
+        if self.depth == 1 and covered:
             raise ReplayError(
-                f"{name}: a forward pass runs with {native.router_replay_action.name}, and there are no rows for it: "
-                "give each micro-batch its rows (set_replay_data or set_target_indices) before its forward pass, and "
-                "clear the action of routers that route live"
+                f"RouterReplay.{covered[0]} was replaced by other code after install(): restore it before uninstall()"
             )
-        tokens, experts = scores.shape
-        if site.missing is None:  # this router was not found: its numbers are known only now
-            site.top_k, site.experts = topk, experts
-            refuse_form(ids_TK, site, name)
-            (site.missing,) = missing_rows([site], [name], [ids_TK])
-        if len(ids_TK) != tokens:
-            raise ReplayError(
-                f"{name}: the router got {tokens} tokens, and the rows are those of {len(ids_TK)}: give the rows of "
-                "this micro-batch and this rank, in the order of its hidden states [s, b], padding included"
-            )
-        site.ids_TK = None
-        site.passes += 1
-        site.rows_replayed += tokens - site.missing
-        site.rows_live += site.missing
-        ids_TK = ids_TK.to(scores.device)
-        if not site.missing:
-            return ids_TK, None
-        live_T1 = ids_TK[:, :1] == MISSING
-        return torch.where(live_T1, 0, ids_TK), live_T1
-
-    def _of_the_forward(self, native: Any, site: NativeSite, checkpoint: Any) -> Any:
-        if checkpoint is not None and checkpoint in site.used:
-            site.waiting.discard(checkpoint)
-            return site.used[checkpoint]
-        if native.router_replay_action is None and not site.passes:
-            return _LIVE  # its forward ran before install
-        raise ReplayError(
-            f"{self._name(native)}: a layer is recomputed in backward, and it is not known which rows its forward "
-            "used: use Megatron's checkpoints (recompute_granularity) or torch.utils.checkpoint, and call install() "
-            "before the forward pass"
-        )
-
-    def _bind(self, router: Any) -> None:
-        if router.router_replay is not None:
-            self._site(router.router_replay).bind(router)
-
-    def _refuse_bypass(self, site: NativeSite) -> None:
-        if site.router is not None:
-            refuse_settings(site.router.config)
-
-    def _site(self, native: Any) -> NativeSite:
-        site = self._sites.get(native)
-        if site is None:
-            site = self._sites[native] = NativeSite()
-        return site
-
-    def _name(self, native: Any) -> str:
-        site, natives = self._site(native), self._class.global_router_replay_instances  # type: ignore[attr-defined]
-        if site.layer is not None:
-            return f"layer {site.layer}"
-        return f"router {natives.index(native)}" if native in natives else "a router outside of Megatron's list"
 
     def _refuse_waiting(self) -> None:
-        if self.depth <= 1 and any(site.waiting for site in self._sites.values()):
+        if self.depth == 1 and self.rules.waiting:
             raise ReplayError(
                 "uninstall() was called before the backward pass of a replayed forward with checkpoints, which would "
                 "be recomputed by Megatron's queue. First run the backward pass, or delete the loss and the outputs"
@@ -326,7 +211,8 @@ class Installation:
             return
         for name, original in self._originals.items():
             setattr(self._class, name, original)
-        self._router.__init__ = self._router_init  # type: ignore[misc]
+        for name, original in self._router_originals.items():
+            setattr(self._router, name, original)
         _Patched.installation = None
 
 
@@ -350,17 +236,13 @@ def _megatron_classes() -> tuple[Any, Any]:
             f"{version}: RouterReplayAction has the members {actions}, expected {ACTIONS}, and install() would not "
             f"know what the others mean: {otherwise}"
         )
-    installed = _Patched.installation is not None
-    for name, expected in API.items():
-        method = getattr(cls, name, None)
-        got = None if method is None else tuple(inspect.signature(method).parameters)
-        if got != expected or (not installed and name not in cls.__dict__):
+    methods = [(cls, name, expected) for name, expected in API.items()] + [(TopKRouter, "routing", ROUTING)]
+    for owner, name, expected in methods:
+        method = owner.__dict__.get(name)
+        got = None if method is None else tuple(inspect.signature(getattr(owner, name)).parameters)
+        if got != expected:
             raise ReplayError(
-                f"{version}: RouterReplay.{name} takes {'nothing: it is missing' if got is None else got}, expected "
+                f"{version}: {owner.__name__}.{name} {'is missing' if got is None else f'takes {got}'}, expected "
                 f"{expected}: {otherwise}"
             )
     return cls, TopKRouter
-
-
-def _named(native: Any, action: str) -> bool:
-    return native.router_replay_action is not None and native.router_replay_action.name == action
