@@ -58,3 +58,4 @@ PAYLOADS: dict[str, tuple[Callable[..., Routes], Callable[..., Any], Any]] = {
     "nemo": (peers.from_nemo, peers.to_nemo, nemo(ENGINE)),
     "megatron": (peers.from_megatron, peers.to_megatron, {"moe_topk_indices": ROWS}),
 }
+IN_BASE64 = [peer for peer in PAYLOADS if peer != "megatron"]  # which writes lists of numbers
