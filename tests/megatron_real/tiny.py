@@ -41,11 +41,13 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def start(rank: int = 0, world: int = 1, store: str = "", **sizes: Any) -> None:
+def start(rank: int = 0, world: int = 1, store: str = "", backend: str = "gloo", **sizes: Any) -> None:
     """Join the process group, and divide it by `sizes`: arguments of initialize_model_parallel."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world
+        )
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
@@ -233,7 +235,14 @@ def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
             return split(tensors[f"{hf}{mlp}down_proj.weight"], 1)
     expert, matrix = int(part.split(".")[3]), part.split(".")[4]
     expert = layer.mlp.local_expert_indices[expert]
-    return tensors[hf + ("mlp.experts.gate_up_proj" if matrix == "linear_fc1" else "mlp.experts.down_proj")][expert]
+    own, parts = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if matrix == "linear_fc1":
+        halves = tensors[hf + "mlp.experts.gate_up_proj"][expert].chunk(2)  # gate, up
+        return torch.cat([half.chunk(parts)[own] for half in halves])
+    return tensors[hf + "mlp.experts.down_proj"][expert].chunk(parts, 1)[own]
 
 
 # -- running ------------------------------------------------------------------------------------------------
