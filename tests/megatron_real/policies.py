@@ -27,6 +27,7 @@ from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.policy.megatron.policy import MegatronPolicy
 from router_replay.rl.processes.ranks import Ranks
 
+PADDING = 40  # a token that stands in the sequences too, and whose embedding transformers does not train
 LENGTHS = (9, 6, 7, 8, 5, 9, 4)
 LR = 1e-3
 MODES = ("r3", "r2")
@@ -90,7 +91,9 @@ def samples(spec: RouterSpec) -> list[Sample]:
         ids = np.argsort(rng.random((length, len(spec.layers), spec.num_experts)), axis=-1)[..., : spec.top_k]
         routes = Routes(ids, spec, captured=np.arange(length) < length - 1)
         mask = np.arange(length) > 2
-        made.append(Sample(rng.integers(2, 60, length), -5 - rng.random(length), mask, routes, advantages=1.0 - number))
+        tokens = rng.integers(2, 60, length)
+        tokens[number % length] = PADDING
+        made.append(Sample(tokens, -5 - rng.random(length), mask, routes, advantages=1.0 - number))
     return made
 
 

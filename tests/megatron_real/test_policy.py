@@ -30,7 +30,7 @@ modes = pytest.mark.parametrize("mode", policies.MODES)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     made = tmp_path_factory.mktemp("policies")
-    tiny.hf_model().save_pretrained(made / "model")
+    tiny.hf_model(pad_token_id=policies.PADDING).save_pretrained(made / "model")
     return made
 
 
@@ -100,6 +100,8 @@ def test_one_process_computes_what_transformers_computes(
     same_logprobs(alone[mode].logprobs[1], expected.logprobs[1], 1e-3)
     assert alone[mode].counts.agreement == pytest.approx(expected.counts.agreement, abs=0.05)
     assert expected.figures[2]["ppo_kl"] != 0  # the third update is off-policy
+    moments = alone[mode].optimizer["state"]["model.embed_tokens.weight"]["exp_avg"]
+    assert not moments[policies.PADDING].any()
 
 
 @modes
@@ -127,7 +129,7 @@ def test_every_division_computes_what_one_process_computes(
 def test_weights_come_out_as_they_went_in_to_the_bit(
     folder: pathlib.Path, found: Any, alone: dict[str, policies.Found]
 ) -> None:
-    expected = tiny.hf_model().state_dict()
+    expected = tiny.hf_model(pad_token_id=policies.PADDING).state_dict()
     out = [alone["r3"].before, *(one.before for world in (2, 4) for one in found[world][0].values())]
     assert len(out) == 1 + len(policies.DIVISIONS) * len(policies.MODES)
     for weights in out:
@@ -152,6 +154,27 @@ def test_the_state_of_one_policy_goes_on_in_the_other(folder: pathlib.Path, alon
     for policy in made:
         figures.append(policy.update(mini, policy.score(mini)))
     assert figures[0] == pytest.approx(figures[1], rel=2e-5, abs=2e-5)
+
+
+@pytest.mark.parametrize("routers", ["model", "float32"])
+def test_bfloat16_rounds_no_more_than_with_transformers(folder: pathlib.Path, routers: str) -> None:
+    rounded = ["replay=r3", "model.dtype=bfloat16", f"model.router_dtype={routers}"]
+    tiny.start()
+    found = {}
+    for name, kind, settings in (
+        ("megatron", MegatronPolicy, rounded),
+        ("transformers", Policy, rounded),
+        ("float32", Policy, ["replay=r3"]),
+    ):
+        policy = kind(policies.config_of(folder / "model", *settings), ONE, folder / "model")
+        [[mini]] = delivery.plan([policies.samples(policy.spec)], ONE, 24, "raise", row_multiple=1)
+        scored = policy.score(mini)
+        policy.update(mini, scored)
+        again = policy.score(mini)  # the copies of the weights follow the update
+        found[name] = torch.stack([one.old_logprobs for passes in (scored, again) for one in passes])
+        assert {weight.dtype for weight in policy.whole_weights().values()} == {torch.float32}
+    errors = {name: (found[name] - found["float32"]).abs().mean() for name in ("megatron", "transformers")}
+    assert 0 < errors["megatron"] < 2 * errors["transformers"]
 
 
 @pytest.mark.parametrize("replayed", ["false", "true"])

@@ -40,6 +40,20 @@ def sum_gradients(chunk: Any) -> None:
     _sum(experts, groups.expt_dp)
 
 
+def drop_padding(chunk: Any, token: int | None) -> None:
+    """Set the gradient of the embedding of `token`, the padding, to zero; None for a model without padding.
+
+    transformers never trains this row. It is often all zero, and the norm behind it makes a huge gradient of a row of
+    zeros, if a token of this number stands in a sequence.
+    """
+    if token is None or not chunk.pre_process:
+        return
+    weight = chunk.embedding.word_embeddings.weight
+    row = token - chunk.pg_collection.tp.rank() * len(weight)
+    if 0 <= row < len(weight):
+        weight.grad[row] = 0.0
+
+
 def gradient_norm(chunk: Any) -> Tensor:
     """Return the norm of the whole model's gradient, the same on all ranks.
 

@@ -15,11 +15,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from router_replay.errors import ConfigError
-from router_replay.rl.config import MegatronConfig, TrainConfig
+from router_replay.rl.config import MegatronConfig, ModelConfig, TrainConfig
+from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.policy.megatron import weights
 from router_replay.rl.policy.models import WEIGHTS, LoadError, read_model
 from router_replay.rl.processes.ranks import Ranks
@@ -47,11 +49,13 @@ class Norm(torch.nn.RMSNorm):
 class Loaded:
     """This rank's part of a model: `chunk` computes, and `outline` is the Hugging Face model without weights.
 
-    The outline knows the names and shapes of all weights, and writes them as a folder.
+    The outline knows the names and shapes of all weights, and writes them as a folder. `precision` lets the chunk,
+    whose parameters are float32, compute in the run's dtype.
     """
 
     chunk: Any
     outline: Any
+    precision: Weights
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -95,7 +99,8 @@ def load_model(folder: pathlib.Path, config: TrainConfig, ranks: Ranks) -> Loade
         weights.load(chunk, read_model(folder, config.model).state_dict())
     except weights.WeightsError as error:
         raise LoadError(f"{folder}: {error}", WEIGHTS) from error
-    return Loaded(chunk.to(ranks.device), outline)
+    chunk.to(ranks.device)
+    return Loaded(chunk, outline, _precision(chunk, config.model))
 
 
 def refusals(config: Any, division: MegatronConfig) -> list[str]:
@@ -131,7 +136,18 @@ def refusals(config: Any, division: MegatronConfig) -> list[str]:
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of the TransformerConfig that come from the run's `config`."""
-    return {**RECOMPUTE[config.megatron.recompute]}
+    own: dict[str, Any] = {"pipeline_dtype": getattr(torch, config.model.dtype)}
+    if config.model.router_dtype == "float32":
+        own["moe_router_dtype"] = "fp32"
+    return {**own, **RECOMPUTE[config.megatron.recompute]}
+
+
+def _precision(chunk: Any, config: ModelConfig) -> Weights:
+    """Return what lets `chunk` compute in `config.dtype`: nothing in float32, otherwise copies of its weights."""
+    if config.dtype == "float32":
+        return Weights()
+    kept = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return MasterWeights(chunk, getattr(torch, config.dtype), tuple(kept) if config.router_dtype == "float32" else ())
 
 
 def build(hf_config: Any, **settings: Any) -> Any:

@@ -23,6 +23,7 @@ from router_replay.batch.megatron import Share
 from router_replay.errors import BatchError
 from router_replay.replay.megatron import MegatronReplay
 from router_replay.rl.policy.delivery import MiniBatch
+from router_replay.rl.policy.megatron.model import Loaded
 from router_replay.rl.processes.ranks import Ranks
 
 
@@ -55,17 +56,17 @@ class Shape:
 
 
 class Passes:
-    """Runs `chunk`, this rank's GPTModel, over mini-batches. `temperature` divides the logits.
+    """Runs `loaded`, this rank's part of a model, over mini-batches. `temperature` divides the logits.
 
-    `replayer` is the MegatronReplay of the chunk.
+    `replayer` is the MegatronReplay of the model.
     """
 
-    def __init__(self, chunk: Any, ranks: Ranks, temperature: float) -> None:
-        self.chunk = chunk
-        self.replayer = MegatronReplay(chunk)
+    def __init__(self, loaded: Loaded, ranks: Ranks, temperature: float) -> None:
+        self._chunk, self._precision = loaded.chunk, loaded.precision
+        self.replayer = MegatronReplay(loaded.chunk)
         self._ranks, self._temperature = ranks, temperature
         self._is_last = parallel_state.is_pipeline_last_stage()
-        self._vocabulary = int(chunk.vocab_size)
+        self._vocabulary = int(loaded.chunk.vocab_size)
 
     def logprobs(self, mini: MiniBatch) -> list[Tensor]:
         """Return the log-prob of every label of each micro-batch, [slots], on all pipeline stages."""
@@ -76,7 +77,7 @@ class Passes:
             found[number] = logprobs_T
             return logprobs_T.sum()
 
-        self.chunk.eval()
+        self._chunk.eval()
         with torch.no_grad():
             self._run(mini, keep, forward_only=True)
         return list(self.from_last_stage(found))
@@ -86,7 +87,7 @@ class Passes:
 
         The last stage calls `loss` with the number of a micro-batch and the log-probs of its labels, [slots].
         """
-        self.chunk.train()
+        self._chunk.train()
         self._run(mini, loss, forward_only=False)
 
     def from_last_stage(self, values: Tensor) -> Tensor:
@@ -113,13 +114,14 @@ class Passes:
             )
             return model(tokens, positions, mask), lambda logits: self._lost(logits, number, micro, loss)
 
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(enumerate(mini.micro)),
-            model=self.chunk,
-            forward_only=forward_only,
-            **shape.arguments,
-        )
+        with self._precision.computing():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(enumerate(mini.micro)),
+                model=self._chunk,
+                forward_only=forward_only,
+                **shape.arguments,
+            )
 
     def _lost(self, logits: Tensor, number: int, micro: LocalBatch, loss: Callable[[int, Tensor], Tensor]) -> Any:
         """Return what a schedule expects of the last stage; it divides by the number of tokens only if asked to."""

@@ -49,7 +49,7 @@ class MegatronPolicy(BasePolicy):
         self._loaded = load_model(folder, config, ranks)
         self.model, self._chunk = self._loaded.outline, self._loaded.chunk
         self.row_multiple = config.megatron.tensor_parallel
-        self._passes = Passes(self._chunk, ranks, config.rollout.temperature)
+        self._passes = Passes(self._loaded, ranks, config.rollout.temperature)
         self.replayer = self._passes.replayer
         self.optimizer = self._adamw(self._chunk.parameters())
         self._counted = self.replayer.stats_of_all_ranks()
@@ -57,8 +57,7 @@ class MegatronPolicy(BasePolicy):
         self._reference: Passes | None = None
         if config.reference.kl:
             path = model_folder(config.reference.path or config.model.path)
-            reference = load_model(path, config, ranks).chunk.requires_grad_(False)
-            self._reference = Passes(reference, ranks, config.rollout.temperature)
+            self._reference = Passes(load_model(path, config, ranks), ranks, config.rollout.temperature)
 
     @property
     def spec(self) -> RouterSpec:
@@ -125,7 +124,11 @@ class MegatronPolicy(BasePolicy):
 
     def _clip(self) -> Tensor:
         gradients.sum_gradients(self._chunk)
+        gradients.drop_padding(self._chunk, self.model.get_input_embeddings().padding_idx)
         return gradients.clip(self._chunk, self._config.optimizer.max_grad_norm)
+
+    def _weights_changed(self) -> None:
+        self._loaded.precision.changed()
 
     @contextlib.contextmanager
     def _replaying(
