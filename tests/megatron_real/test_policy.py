@@ -15,6 +15,7 @@ pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an envi
 
 import torch
 
+from router_replay.engines.vllm.weights import checkpoint_tensors
 from router_replay.errors import BatchError, ConfigError
 from router_replay.rl.policy import delivery
 from router_replay.rl.policy.megatron.policy import MegatronPolicy
@@ -143,13 +144,17 @@ def test_the_state_of_one_policy_goes_on_in_the_other(folder: pathlib.Path, alon
     tiny.start()
     made = [policy(config, ONE, folder / "model") for policy in (MegatronPolicy, Policy)]
     state = alone["r3"].optimizer
+    written = [checkpoint_tensors(policy.model, policy.whole_weights()) for policy in made]
+    assert written[0].keys() == written[1].keys()  # as vLLM gets them: the model without weights names them too
+    assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
+    assert made[0].router_names == made[1].router_names
     for policy in made:
         policy.load_optimizer_state(state)
         policy.updates = 3
-        written = policy.optimizer_state()
-        assert set(written["state"]) == set(state["state"])
+        kept = policy.optimizer_state()
+        assert set(kept["state"]) == set(state["state"])
         for name, held in state["state"].items():
-            assert all(torch.equal(written["state"][name][key], value) for key, value in held.items())
+            assert all(torch.equal(kept["state"][name][key], value) for key, value in held.items())
     mini, figures = delivery.plan([policies.samples(made[0].spec)], ONE, 24, "raise", row_multiple=1)[0][0], []
     for policy in made:
         figures.append(policy.update(mini, policy.score(mini)))

@@ -51,6 +51,7 @@ class MegatronPolicy(BasePolicy):
         self.row_multiple = config.megatron.tensor_parallel
         self._passes = Passes(self._loaded, ranks, config.rollout.temperature)
         self.replayer = self._passes.replayer
+        self._collector = weights.Collector(self._chunk, self._loaded.shapes, ranks.rank, ranks.world)
         self.optimizer = self._adamw(self._chunk.parameters())
         self._counted = self.replayer.stats_of_all_ranks()
         self._beside = self._no_counts()
@@ -67,7 +68,9 @@ class MegatronPolicy(BasePolicy):
     @property
     def router_names(self) -> frozenset[str]:
         """The names of the router modules in the Hugging Face model."""
-        return RouterReplay(self.model).router_names
+        replayer = RouterReplay(self.model)
+        replayer.detach()
+        return replayer.router_names
 
     def close(self) -> None:
         """Forget Megatron's process groups; the policy cannot be used afterwards."""
@@ -187,13 +190,13 @@ class MegatronPolicy(BasePolicy):
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
-        return self._collected(dict(self._chunk.named_parameters()))
+        return self._collector.collect(dict(self._chunk.named_parameters()))
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the whole state of the optimizer on the first rank's CPU. All ranks must call it."""
         named, held = dict(self._chunk.named_parameters()), self.optimizer.state
         moments = {
-            moment: self._collected({name: held[parameter][moment] for name, parameter in named.items()})
+            moment: self._collector.collect({name: held[parameter][moment] for name, parameter in named.items()})
             for moment in MOMENTS
         }
         [group], step = self.optimizer.param_groups, next(iter(held.values()))["step"].cpu()
@@ -212,6 +215,3 @@ class MegatronPolicy(BasePolicy):
                 weights.fill(tensor, parts, {part.name: state["state"][part.name][moment] for part in parts})
             held["step"] = state["state"][parts[0].name]["step"].to(parameter.device, copy=True)
             self.optimizer.state[parameter] = held
-
-    def _collected(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return weights.collect(self._chunk, values, self._loaded.shapes, self._ranks.rank, self._ranks.world)

@@ -158,38 +158,45 @@ def fill(target: Tensor, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -
 # -- Megatron to Hugging Face -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def collect(
-    chunk: Any, values: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], rank: int, world: int
-) -> dict[str, Tensor]:
-    """Return whole Hugging Face tensors on the first rank's CPU, and nothing elsewhere. All ranks must call it.
+class Collector:
+    """Collects whole Hugging Face tensors on the first rank. All ranks of the run must make and call it together.
 
-    `values` has a tensor for every parameter of `chunk`, by its name: the parameter itself, or a moment of the
-    optimizer. `shapes` are those of the Hugging Face tensors. `rank` is this process out of `world`. Ranks that hold
-    the same parameters send them once.
+    `chunk` is this rank's part of the model, `shapes` are those of the Hugging Face tensors, and `rank` is this process
+    out of `world`. Ranks that hold the same parameters send them once.
     """
-    mine = {name: parts_of(chunk, name) for name in values}
-    everyone: list[Any] = [mine]
-    if world > 1:
-        everyone = [None] * world
-        dist.all_gather_object(everyone, mine)
-    senders = _one_sender_each(everyone)
-    if rank:
-        for name in senders[rank]:
-            dist.send(values[name].cpu().contiguous(), dst=0)
-        return {}
-    found: dict[str, Tensor] = {}
-    for other, names in enumerate(senders):
-        for name in names:
-            parts = everyone[other][name]
-            tensor = values[name].cpu() if other == 0 else _received(parts, shapes, other)
-            for part in parts:
-                if part.name not in found:
-                    found[part.name] = torch.empty(shapes[part.name], dtype=tensor.dtype)
-                found[part.name][part.whole].copy_(tensor[part.here])
-    if absent := sorted(set(shapes) - set(found)):
-        raise WeightsError(f"no rank holds {len(absent)} of the Hugging Face weights, such as {absent[0]}")
-    return {name: found[name] for name in shapes}
+
+    def __init__(self, chunk: Any, shapes: Mapping[str, torch.Size], rank: int, world: int) -> None:
+        mine = {name: parts_of(chunk, name) for name, _ in chunk.named_parameters()}
+        self._held: list[Any] = [mine]  # the parameters of every rank, and the parts of each
+        if world > 1:
+            self._held = [None] * world
+            dist.all_gather_object(self._held, mine)
+        self._senders = _one_sender_each(self._held)
+        self._shapes, self._rank = dict(shapes), rank
+
+    @torch.no_grad()
+    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the first rank's CPU, and nothing elsewhere.
+
+        `values` has a float32 tensor for every parameter of the chunk, by its name: the parameter itself, or a moment
+        of the optimizer.
+        """
+        if self._rank:
+            for name in self._senders[self._rank]:
+                dist.send(values[name].cpu().contiguous(), dst=0)
+            return {}
+        found: dict[str, Tensor] = {}
+        for other, names in enumerate(self._senders):
+            for name in names:
+                parts = self._held[other][name]
+                tensor = values[name].cpu() if other == 0 else _received(parts, self._shapes, other)
+                for part in parts:
+                    if part.name not in found:
+                        found[part.name] = torch.empty(self._shapes[part.name])
+                    found[part.name][part.whole].copy_(tensor[part.here])
+        if absent := sorted(set(self._shapes) - set(found)):
+            raise WeightsError(f"no rank holds {len(absent)} of the Hugging Face weights, such as {absent[0]}")
+        return {name: found[name] for name in self._shapes}
 
 
 def _one_sender_each(everyone: Sequence[Mapping[str, list[Part]]]) -> list[list[str]]:
