@@ -18,6 +18,9 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch._dynamo  # before the shim: it keeps a table of torch's functions
+import torch.utils._device
+
+torch.utils._device._device_constructors()  # another such table: `with torch.device("meta")` looks factories up in it
 
 FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 

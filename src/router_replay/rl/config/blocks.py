@@ -264,6 +264,9 @@ class OptimizerConfig(Block):
 class TrainerConfig(Block):
     """How the trainer's passes run."""
 
+    backend: Literal["transformers", "megatron"] = "transformers"
+    """the library that runs the policy: `"transformers"`, or `"megatron"` (Megatron-core, for Qwen3-MoE models; see
+    docs/megatron.md)"""
     max_tokens: PositiveInt = 8192
     """the maximum number of tokens of one packed forward pass, padding included; a larger mini-batch takes several
     passes, and their gradients are added"""
@@ -276,6 +279,20 @@ class TrainerConfig(Block):
     """count how often the live router would have chosen the replayed experts"""
     rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
     """a run of several processes ends when none of them makes progress for this many seconds"""
+
+
+class MegatronConfig(Block):
+    """How `trainer.backend = "megatron"` divides the model over the processes."""
+
+    tensor_parallel: PositiveInt = 1
+    """the number of ranks that share each layer, with sequence parallelism"""
+    expert_parallel: PositiveInt = 1
+    """the number of ranks that share the experts of each layer"""
+    pipeline_parallel: PositiveInt = 1
+    """the number of pipeline stages"""
+    recompute: Literal["off", "full", "moe"] = "off"
+    """compute activations again in the backward pass, with the routes of the forward pass: those of every layer
+    (`"full"`), those of the MoE layers (`"moe"`), or none (`"off"`)"""
 
 
 class ReferenceConfig(Block):
@@ -328,6 +345,7 @@ class TrainConfig(Block):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    megatron: MegatronConfig = MegatronConfig()
     reference: ReferenceConfig = ReferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

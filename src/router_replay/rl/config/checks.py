@@ -8,6 +8,7 @@ Whether the engine captures routes is checked later, by `engine_start.py`, when 
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_engine_arguments(config),
         *_refused_losses(config),
         *_refused_sizes(config, world_size),
+        *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
     ]
     if refusals:
@@ -103,6 +105,68 @@ def _refused_sizes(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"optimizer.mini_batches = {config.optimizer.mini_batches}: each needs at least one episode, "
             f"and a step has {episodes} (rollout.prompts * rollout.group); set at most {episodes}"
         )
+
+
+def _refused_with_megatron(config: TrainConfig, world_size: int) -> Iterator[str]:
+    trainer, model, megatron = config.trainer, config.model, config.megatron
+    if trainer.backend != "megatron":
+        if megatron != type(megatron)():
+            yield (
+                f'[megatron] with trainer.backend = "{trainer.backend}", which does not divide the model in this way; '
+                'leave the block out, or set trainer.backend = "megatron"'
+            )
+        return
+    backend = 'trainer.backend = "megatron"'
+    if not _is_installed("megatron.core"):
+        yield f"{backend} needs megatron-core: {_how_to_install_megatron()}"
+    unsupported = (
+        (
+            trainer.ulysses > 1,
+            f"trainer.ulysses = {trainer.ulysses}",
+            "use megatron.tensor_parallel, and set ulysses = 1",
+        ),
+        (trainer.compile, "trainer.compile = true", "Megatron's layers are not compiled here; set it to false"),
+        (model.use_kernels, "model.use_kernels = true", "the kernels are those of transformers; set it to false"),
+        (
+            model.attention != "auto",
+            f'model.attention = "{model.attention}"',
+            'Megatron runs its own attention on rows of one sequence each; set "auto"',
+        ),
+        (
+            model.gradient_checkpointing != "off",
+            f'model.gradient_checkpointing = "{model.gradient_checkpointing}"',
+            'set "off", and megatron.recompute = "full"',
+        ),
+    )
+    for found, setting, remedy in unsupported:
+        if found:
+            yield f"{setting} with {backend}: {remedy}"
+    replica = megatron.tensor_parallel * megatron.pipeline_parallel
+    if world_size % replica:
+        yield (
+            f"megatron.tensor_parallel = {megatron.tensor_parallel} and megatron.pipeline_parallel = "
+            f"{megatron.pipeline_parallel}: one copy of the model takes {replica} processes, but the run has "
+            f"{world_size}; start {replica} processes (torchrun --nproc-per-node) or a multiple"
+        )
+    elif (world_size // megatron.pipeline_parallel) % megatron.expert_parallel:
+        yield (
+            f"megatron.expert_parallel = {megatron.expert_parallel}: a pipeline stage has "
+            f"{world_size // megatron.pipeline_parallel} of the run's {world_size} processes, which is not a multiple; "
+            "the experts of a stage are shared by its processes, so set a divisor of their number"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that the module would be in is missing
+        return False
+
+
+def _how_to_install_megatron() -> str:
+    from router_replay.replay.megatron.routers import TESTED  # imports torch, which printing a config does not need
+
+    return f'pip install "megatron-core=={TESTED}" (the version that was tested)'
 
 
 def _refused_absences(config: TrainConfig) -> Iterator[str]:

@@ -21,8 +21,8 @@ from router_replay.rl.loop.phases import Phases
 from router_replay.rl.loop.speed import Speed
 from router_replay.rl.loop.step_values import step_values
 from router_replay.rl.policy import delivery
+from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.policy import Policy
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.rollout.episodes import samples_of
@@ -57,7 +57,7 @@ class FirstRank:
 
     def start(
         self,
-        policy: Policy,
+        policy: BasePolicy,
         state: Mapping[str, torch.Tensor],
         progress: Progress,
         display: Display | Quiet,
@@ -72,14 +72,12 @@ class FirstRank:
         self._sync = WeightSync(
             config.engine,
             policy.model,
-            policy.replayer.router_names,
+            policy.router_names,
             float32_routers=config.model.router_dtype == "float32",
         )
         closing.callback(self._sync.close)
         exported = self._sync.export(state, progress.version)
-        self.engine: Engine = closing.enter_context(
-            start_engine(config, exported, policy.replayer.spec, progress.version)
-        )
+        self.engine: Engine = closing.enter_context(start_engine(config, exported, policy.spec, progress.version))
 
     @property
     def episodes(self) -> list[Episode]:
@@ -117,7 +115,8 @@ class FirstRank:
         self._lengths = [len(sample) for sample in samples]
         parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, progress.step))
         on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # otherwise only for comparison
-        return delivery.plan(parts, ranks, config.trainer.max_tokens, on_missing, self._policy.one_at_a_time)
+        policy, most = self._policy, config.trainer.max_tokens
+        return delivery.plan(parts, ranks, most, on_missing, policy.one_at_a_time, policy.row_multiple)
 
     def push(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Give the engine the new weights."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from router_replay.errors import RouterReplayError, TrainError
 from router_replay.rl.loop.run import Run
-from router_replay.rl.policy.policy import NotFiniteError
+from router_replay.rl.policy.base import NotFiniteError
 from router_replay.rl.rollout.episodes import save_episodes
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import CheckpointError

@@ -17,9 +17,10 @@ from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.loop.first_rank import FirstRank
 from router_replay.rl.loop.phases import Phases
 from router_replay.rl.policy import delivery
+from router_replay.rl.policy.backends import make_policy
+from router_replay.rl.policy.base import Scored, old_and_rollout
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.models import LoadError, load_tokenizer, model_folder, whole_state
-from router_replay.rl.policy.policy import Policy, Scored, old_and_rollout
+from router_replay.rl.policy.models import LoadError, load_tokenizer, model_folder
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
@@ -53,7 +54,7 @@ class Run:
             for warning in warnings:
                 self.display.note(warning)
             self._load(checkpoint)
-            state = whole_state(self.policy.model)
+            state = self.policy.whole_weights()
             if self.first is not None:
                 self.phases.say("starting the engine")
                 self.first.start(self.policy, state, self.progress, self.display, self._closing)
@@ -71,7 +72,8 @@ class Run:
             if self.ranks.is_first:
                 note = self.display.note
                 self.first = FirstRank(self.config, self._tokenizer, checkpoint, self.progress, note)
-            self.policy = Policy(self.config, self.ranks, folder)
+            self.policy = make_policy(self.config, self.ranks, folder)
+            self._closing.callback(self.policy.close)
             self.display.fact(f"attention: {self.policy.attention}")
         except LoadError as error:
             raise (error if checkpoint is None else checkpoints.damaged(checkpoint, error.file, error)) from error
@@ -104,7 +106,7 @@ class Run:
 
     def push(self) -> BaseException | None:
         """Give the engine the new weights. A failure is returned, because the step's metrics must still be written."""
-        state = whole_state(self.policy.model)
+        state = self.policy.whole_weights()
         return self.on_first(lambda first: first.push(state, self.progress.version))[1]
 
     def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:

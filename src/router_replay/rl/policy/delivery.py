@@ -50,22 +50,47 @@ def plan(
     max_tokens: int,
     on_missing: Literal["raise", "live"],
     one_at_a_time: bool = False,
+    row_multiple: int | None = None,
 ) -> list[list[MiniBatch]]:
-    """Return the mini-batches of every rank. `one_at_a_time` is for models that cannot keep packed sequences apart."""
+    """Return the mini-batches of every rank. `one_at_a_time` is for models that cannot keep packed sequences apart.
+
+    `row_multiple` is for models that take blocks of rows: each row is one sequence, padded to the longest of the
+    mini-batch and to a multiple of this number, and all blocks of a mini-batch have equally many rows.
+    """
     plans: list[list[MiniBatch]] = [[] for _ in range(ranks.world)]
     for samples in parts:
-        shares = [[sample] for sample in samples] if one_at_a_time else [samples]
-        batches = [pack(share, max_tokens, ranks.ulysses, on_missing=on_missing) for share in shares]
+        if row_multiple is not None:
+            batches = [_blocks_of_rows(samples, max_tokens, row_multiple, ranks.replicas, on_missing)]
+        else:
+            shares = [[sample] for sample in samples] if one_at_a_time else [samples]
+            batches = [pack(share, max_tokens, ranks.ulysses, on_missing=on_missing) for share in shares]
         tokens = sum(int(batch.label_mask.sum()) for batch in batches)
         bins = [one for batch in batches for one in batch.bins()]
         while len(bins) % ranks.replicas:
             bins.append(_without_loss(bins[-1]))  # FSDP2 needs equally many passes on every rank
         shared = [whole.split(ranks.ulysses, WHOLE_SEQUENCES) for whole in bins]
         for rank, mine in enumerate(plans):
-            replica, piece = divmod(rank, ranks.ulysses)
-            micro = tuple(pieces[piece] for pieces in shared[replica :: ranks.replicas])
+            replica, piece = ranks.place_of(rank)
+            micro = tuple(pieces[piece % ranks.ulysses] for pieces in shared[replica :: ranks.replicas])
             mine.append(MiniBatch(micro, tokens, len(samples)))
     return plans
+
+
+def _blocks_of_rows(
+    samples: Sequence[Sample], max_tokens: int, multiple: int, replicas: int, on_missing: Literal["raise", "live"]
+) -> Batch:
+    """Pack each sample into a row of its own; every bin has equally many rows, and every replica as many bins.
+
+    Rows that are left over hold a sample again, without loss.
+    """
+    length = max(len(sample) for sample in samples)
+    length += -length % multiple
+    bins = -(-len(samples) // max(1, max_tokens // length))
+    bins += -bins % replicas
+    rows = -(-len(samples) // bins)
+    left_over = bins * rows - len(samples)
+    again = dataclasses.replace(samples[0], loss_mask=np.zeros(len(samples[0]), bool))
+    return pack([*samples, *[again] * left_over], min(max_tokens, rows * length), length, on_missing=on_missing)
 
 
 def deliver(plans: list[list[MiniBatch]] | None, ranks: Ranks) -> list[MiniBatch]:

@@ -23,11 +23,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from router_replay.errors import TrainError
-from router_replay.rl.policy.models import WHOLE_ON_CPU, whole_state
-from router_replay.rl.policy.policy import Policy
+from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.processes.ranks import Ranks
 
 FOLDER = "checkpoints"
@@ -66,7 +64,7 @@ def latest(output: pathlib.Path) -> pathlib.Path | None:
 
 
 def save(
-    policy: Policy,
+    policy: BasePolicy,
     progress: Progress,
     tokenizer: Any,
     output: pathlib.Path,
@@ -75,10 +73,10 @@ def save(
     record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint and remove the oldest ones beyond `keep`. All ranks call this; the first one writes."""
-    weights = whole_state(policy.model)
+    weights = policy.whole_weights()
     optimizer = None
     if policy.updates:  # for a fresh optimizer, torch would create the state with a counted step
-        optimizer = get_optimizer_state_dict(policy.model, policy.optimizer, options=WHOLE_ON_CPU)
+        optimizer = policy.optimizer_state()
     failure = None
     if ranks.is_first:
         trainer = {"optimizer": optimizer, "random": torch.get_rng_state()}
@@ -131,7 +129,7 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
     return record
 
 
-def restore(policy: Policy, folder: pathlib.Path) -> None:
+def restore(policy: BasePolicy, folder: pathlib.Path) -> None:
     """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
 
     Every rank reads the whole optimizer state and keeps its share. Raise TrainError if a file is damaged.
@@ -140,8 +138,7 @@ def restore(policy: Policy, folder: pathlib.Path) -> None:
     try:
         saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # runs no code from the file
         if saved["optimizer"] is not None:
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(policy.model, policy.optimizer, saved["optimizer"], options=options)
+            policy.load_optimizer_state(saved["optimizer"])
         torch.set_rng_state(saved["random"])
     except Exception as error:  # a damaged file fails in torch, pickle or zipfile, each with its own error
         raise damaged(folder, TRAINER, error) from error
@@ -164,7 +161,7 @@ def _name(step: int) -> str:
     return f"step_{step:06}"
 
 
-def _groups(policy: Policy) -> list[dict[str, Any]]:
+def _groups(policy: BasePolicy) -> list[dict[str, Any]]:
     return policy.optimizer.param_groups
 
 
