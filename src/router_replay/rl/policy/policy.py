@@ -102,7 +102,7 @@ class Policy:
             for micro, old in zip(mini.micro, scored, strict=True):
                 ranks.watch.beat()
                 with self._replaying(micro, old.routes):
-                    slots = _slots(self._logprobs(micro), micro, old, ranks.device)
+                    slots = _slots(self._logprobs(micro), micro, old, ranks.device, mini.version)
                     loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
                     (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
                 loss_sum = loss_sum + loss.detach()
@@ -137,7 +137,10 @@ class Policy:
     def _score(self, micro: LocalBatch) -> Scored:
         self._ranks.watch.beat()
         routes: LocalBatch | TensorRoutes | None = None
-        if self._config.replay == "r3":
+        if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
+            old = micro.to_torch(self._ranks.device).whole("label_logprobs")
+            routes = micro if self._config.replay == "r3" else None
+        elif self._config.replay == "r3":
             routes = micro
             with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
                 old = self._logprobs(micro)
@@ -285,7 +288,7 @@ class _Gather(torch.autograd.Function):
         return grads[0][ctx.start : ctx.start + ctx.length], None
 
 
-def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device) -> Slots:
+def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device, version: int) -> Slots:
     tensors = micro.to_torch(device)
     return Slots(
         logprobs=now,
@@ -295,6 +298,7 @@ def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.devi
         mask=tensors.whole("label_mask"),
         sequences=tensors.whole("sample_ids"),
         reference_logprobs=old.reference_logprobs,
+        ages=version - tensors.whole("label_versions"),
     )
 
 
