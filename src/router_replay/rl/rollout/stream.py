@@ -120,6 +120,8 @@ class RolloutStream:
         self._idle, self._idle_since = 0.0, time.perf_counter()
         self._figures_at, self._environment_seconds = self._idle_since, 0.0
         self._taken_at, self._queue_seconds = self._idle_since, list[float]()
+        self._gate, self._news = asyncio.Event(), asyncio.Event()  # requests wait at the gate while weights change
+        self._gate.set()
         self._read_back(state, finished)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._settings.environment_threads, "router-replay-env")
         self._loop = asyncio.new_event_loop()
@@ -200,8 +202,6 @@ class RolloutStream:
         self._loop.close()
 
     async def _start(self) -> None:
-        self._gate, self._news = asyncio.Event(), asyncio.Event()
-        self._gate.set()
         self._fill()
 
     async def _stop(self) -> None:
@@ -400,7 +400,7 @@ class RolloutStream:
         else:
             group.ready_at = time.perf_counter()
             self._ready.append(group)
-            self._tell()
+            self._news.set()
 
     def _drop(self, group: Group, reason: Reason) -> None:
         group.dropped = True
@@ -410,11 +410,7 @@ class RolloutStream:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._thread.is_alive():
-            self._news.set()
+        self._news.set()
 
     async def _take(self, version: int) -> list[Episode]:
         while True:
@@ -435,7 +431,7 @@ class RolloutStream:
         self._taken = chosen
         self._ready = [group for group in self._ready if group not in chosen]
         self._taken_at = time.perf_counter()
-        episodes = [episode for group in chosen for episode in group.members.values()]
+        episodes = [group.members[member] for group in chosen for member in sorted(group.members)]
         for number, episode in enumerate(episodes):
             episode.number = number
         self._fill()
