@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import gc
 import pathlib
 import tempfile
@@ -22,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from router_replay import Routes, RouterSpec
+from router_replay import RouterSpec, Routes
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.rl.config import AsynchronousConfig, EngineConfig, RolloutConfig, TrainConfig
@@ -148,10 +150,13 @@ class TimedEnvironment:
 
 def sampling_of(request: Request, index: int) -> Any:
     """Return the parameters of one sample of a request."""
-    import dataclasses
-
     seed = request.sampling.seed or 0
     return dataclasses.replace(request.sampling, n=1, seed=seed + index)
+
+
+def swap(engine: Engine, version: int, in_flight: InFlight) -> None:
+    """Give the engine the weights of `version`."""
+    engine.update_weights({}, version, in_flight)
 
 
 def config_of(prompts: int, group: int, **settings: Any) -> TrainConfig:
@@ -195,7 +200,7 @@ def asynchronous(config: TrainConfig, engine: TimedEngine, steps: int, train: fl
         for version in range(steps):
             stream.take(version)
             time.sleep(train)
-            stream.new_weights(version + 1, lambda kept, new=version + 1: engine.update_weights({}, new, kept))
+            stream.new_weights(version + 1, functools.partial(swap, engine, version + 1))
             figures = stream.figures()
             idle.append(figures["async/engine_idle"])
     return time.perf_counter() - started, {**figures, "async/engine_idle": float(np.mean(idle))}
@@ -207,11 +212,12 @@ def cpu_per_episode(in_flight: int, rounds: int) -> float:
     config = config_of(in_flight // group // 2, group, max_staleness=1)
     gc.collect()
     with stream_of(config, engine) as stream:
-        before, trained = time.process_time(), 0
+        before = time.process_time()
         for version in range(rounds):
-            trained += len(stream.take(version))
-            stream.new_weights(version + 1, lambda kept, new=version + 1: engine.update_weights({}, new, kept))
-        return (time.process_time() - before) / max(trained, stream.ledger.admitted)
+            stream.take(version)
+            stream.new_weights(version + 1, functools.partial(swap, engine, version + 1))
+        figures = stream.figures()
+        return (time.process_time() - before) / (figures["episodes/trained"] + figures["episodes/saved"])
 
 
 def main() -> int:
@@ -223,7 +229,7 @@ def main() -> int:
     print("CPU of the loop per episode, rows of 4 layers x 8 experts, 16 tokens")
     costs = {}
     for number in arguments.in_flight:
-        costs[number] = cpu_per_episode(number, rounds=max(2, 20_000 // number))
+        costs[number] = cpu_per_episode(number, rounds=max(1, 20_000 // number))
         print(f"  {number:>9,} in flight   {costs[number] * 1e3:.3f} ms")
     random = np.random.default_rng(0)
     lengths = np.minimum(LONGEST, 4 + random.pareto(1.5, 1 << 16) * 20).astype(int)

@@ -85,7 +85,11 @@ def test_two_processes_share_an_asynchronous_run(settings: list[str], tmp_path: 
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [*command, "-m", "router_replay.cli", "train", *arguments], env=environment, capture_output=True, timeout=180, check=False
+        [*command, "-m", "router_replay.cli", "train", *arguments],
+        env=environment,
+        capture_output=True,
+        timeout=180,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     lines = read_metrics(tmp_path / "run")

@@ -81,7 +81,11 @@ def swap_in_the_middle(engine: EmbeddedEngine) -> Callable[[], None]:
 
 @pytest.mark.parametrize("mode", ["resume", "keep", "recompute"])
 def test_each_mode_keeps_versions_and_rows(
-    engine: EmbeddedEngine, changed: dict[str, torch.Tensor], random_model: pathlib.Path, tmp_path: pathlib.Path, mode: str
+    engine: EmbeddedEngine,
+    changed: dict[str, torch.Tensor],
+    random_model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    mode: str,
 ) -> None:
     config = TrainConfig(
         loop="async",

@@ -49,9 +49,7 @@ def stream_of(
     finished = read(folder, step, step, SPEC) if state else []
     start = state or StreamState(Ledger(), 0)
     with ChanceEngine(seed, step, fails=fails) as engine:
-        stream = RolloutStream(
-            engine, task or ChanceTask(), config, Journal(folder), start, finished, version=step
-        )
+        stream = RolloutStream(engine, task or ChanceTask(), config, Journal(folder), start, finished, version=step)
         stream.begin_journal(step)
         with stream:
             yield stream
@@ -102,7 +100,7 @@ def test_no_token_is_older_than_the_strict_bound_in_any_schedule(
             assert len(episodes) == batch * group
             for episode in episodes:
                 ages = version - episode.versions
-                assert 0 <= ages.min() and ages.max() <= staleness  # noqa: PT018
+                assert ages.min() >= 0 and ages.max() <= staleness  # noqa: PT018
                 assert [one.loss_mask.sum() for one in episode.trajectories] == [len(episode.versions)]
             if drop:
                 for number in groups_of(episodes):
@@ -148,9 +146,7 @@ def test_every_episode_ends_once_through_failures_and_kills(seed: int, every: in
             kept = {key for key in on_disk if key[0] not in before | dropped}
             with ChanceEngine(0) as engine:
                 found = read(folder, step, step, SPEC)
-                after = RolloutStream(
-                    engine, ChanceTask(), config, Journal(folder), state, found, version=step
-                )
+                after = RolloutStream(engine, ChanceTask(), config, Journal(folder), state, found, version=step)
             held = [*after._ready, *after._again]
             lost = kept - {(group.number, member) for group in held for member in group.members}
             assert after.ledger.dropped["stale"] - state.ledger.dropped["stale"] >= len(lost)  # only by their age
@@ -213,7 +209,7 @@ def test_an_error_of_an_environment_reaches_the_trainer(tmp_path: pathlib.Path) 
 
 def test_a_rule_that_lets_nothing_in_is_named(tmp_path: pathlib.Path) -> None:
     config = config_of(1, 2, staleness=f"{__name__}:Closed")
-    with stream_of(config, tmp_path) as stream, pytest.raises(TrainError, match="Closed.*admits no other"):
+    with stream_of(config, tmp_path) as stream, pytest.raises(TrainError, match=r"Closed.*admits no other"):
         stream.take(0)
 
 
