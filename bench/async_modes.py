@@ -121,7 +121,7 @@ def play(mode: str, weights: list[dict[str, torch.Tensor]], groups: int, every: 
     )
     with (
         tempfile.TemporaryDirectory() as folder,
-        CountingEngine(tiny_folder(), dtype=torch.float32, eos_token_id=[], max_batch=48) as engine,
+        CountingEngine(tiny_folder(), dtype=torch.float32, eos_token_id=[], max_batch=160) as engine,
     ):
         due = engine.count_passes(every)
         journal = Journal(pathlib.Path(folder))
@@ -165,7 +165,7 @@ def main() -> int:
     """Print the table; return 1 if mode resume does not reproduce the log-probs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--versions", type=int, default=4, help="weight changes")
-    parser.add_argument("--groups", type=int, default=12, help="groups of four episodes")
+    parser.add_argument("--groups", type=int, default=32, help="groups of four episodes")
     parser.add_argument("--every", type=int, default=10, help="decode passes between two changes")
     parser.add_argument("--lr", type=float, default=1e-4)
     arguments = parser.parse_args()

@@ -75,6 +75,12 @@ def check_sum(stream: RolloutStream) -> None:
     assert min(parts) >= 0
 
 
+def finished_in(stream: RolloutStream) -> set[tuple[int, int]]:
+    """The finished episodes that are not trained, as the stream holds them."""
+    groups = [*stream._ready, *stream._taken, *list(stream._running.values()), *list(stream._again)]
+    return {(group.number, member) for group in groups for member in list(group.members)}
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
@@ -139,8 +145,10 @@ def test_every_episode_ends_once_through_failures_and_kills(seed: int, every: in
                             step, state = version + 1, stream.snapshot(version + 1)
                 except EngineError:
                     pass  # by chance; the last checkpoint and the journal are left
+                finished = finished_in(stream)
                 folder = shutil.copytree(folder, pathlib.Path(name) / str(life + 1))
             on_disk = {(one.group, member) for member, _, one in read(folder, step, step, SPEC)}
+            assert finished <= on_disk  # whatever had finished at the kill
             before = {group for version, groups in done if version < step for group in groups}
             dropped = set(range(state.next_group)) - before - {one.number for one in state.open}
             kept = {key for key in on_disk if key[0] not in before | dropped}
