@@ -212,12 +212,19 @@ def cpu_per_episode(in_flight: int, rounds: int) -> float:
     config = config_of(in_flight // group // 2, group, max_staleness=1)
     gc.collect()
     with stream_of(config, engine) as stream:
-        before = time.process_time()
         for version in range(rounds):
             stream.take(version)
+            if version == 0:  # from here on as many episodes are in the middle at every moment
+                first, before = time.process_time(), done(stream)
             stream.new_weights(version + 1, functools.partial(swap, engine, version + 1))
-        figures = stream.figures()
-        return (time.process_time() - before) / (figures["episodes/trained"] + figures["episodes/saved"])
+        stream.take(rounds)
+        return (time.process_time() - first) / (done(stream) - before)
+
+
+def done(stream: RolloutStream) -> float:
+    """Return how many episodes have finished."""
+    figures = stream.figures()
+    return figures["episodes/trained"] + figures["episodes/saved"]
 
 
 def main() -> int:
@@ -229,7 +236,7 @@ def main() -> int:
     print("CPU of the loop per episode, rows of 4 layers x 8 experts, 16 tokens")
     costs = {}
     for number in arguments.in_flight:
-        costs[number] = cpu_per_episode(number, rounds=max(1, 20_000 // number))
+        costs[number] = cpu_per_episode(number, rounds=max(2, 20_000 // number))
         print(f"  {number:>9,} in flight   {costs[number] * 1e3:.3f} ms")
     random = np.random.default_rng(0)
     lengths = np.minimum(LONGEST, 4 + random.pareto(1.5, 1 << 16) * 20).astype(int)
