@@ -74,10 +74,12 @@ class TensorBatch:
     loss_mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
+    versions: torch.Tensor
     labels: torch.Tensor
     label_mask: torch.Tensor
     label_logprobs: torch.Tensor
     label_advantages: torch.Tensor
+    label_versions: torch.Tensor
     cu_seqlens: torch.Tensor
     routes: TensorRoutes | None
     boundaries: tuple[int, ...] = ()

@@ -192,10 +192,12 @@ def test_what_is_printed_loads_back_as_an_equal_config(
 def test_all_settings_are_printed() -> None:
     config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
     printed = to_toml(config)
-    assert printed.startswith('replay = "r3"\nseed = 0\nsteps = 20\noutput = "out/run"\n\n[model]\npath = "tiny"\n')
+    assert printed.startswith(
+        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\n\n[model]\npath = "tiny"\n'
+    )
     assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
     names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]
-    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][4:] == names
+    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][5:] == names
 
 
 def test_what_toml_cannot_say() -> None:

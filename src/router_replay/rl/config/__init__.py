@@ -9,6 +9,7 @@ reads and writes TOML text.
 """
 
 from router_replay.rl.config.blocks import (
+    AsynchronousConfig,
     Block,
     CheckpointConfig,
     EngineConfig,
@@ -30,6 +31,7 @@ from router_replay.rl.config.checks import check_config
 from router_replay.rl.config.load import config_error, load_config, to_toml
 
 __all__ = [
+    "AsynchronousConfig",
     "Block",
     "CheckpointConfig",
     "EngineConfig",

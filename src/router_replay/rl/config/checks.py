@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator
 
 from router_replay.engines.stale import stale_reasons
-from router_replay.rl.config.blocks import TINY, TrainConfig
+from router_replay.rl.config.blocks import TINY, AsynchronousConfig, TrainConfig
 from router_replay.rl.config.load import config_error
 
 
@@ -26,6 +26,7 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_with_replay(config),
         *_refused_engine_arguments(config),
         *_refused_losses(config),
+        *_refused_asynchronous(config),
         *_refused_sizes(config, world_size),
         *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
@@ -74,6 +75,16 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
             f"loss.truncated_importance = {loss.truncated_importance}: a cap below 1 shrinks every token's loss, also "
             "where engine and trainer agree; set 1 or more, or 0 for no weight"
         )
+    if loss.old == "rollout" and loss.truncated_importance:
+        yield (
+            f'loss.truncated_importance = {loss.truncated_importance} with loss.old = "rollout": the weight old / '
+            'rollout would be 1 everywhere; set it to 0, or loss.old = "policy"'
+        )
+    if loss.old == "rollout" and config.replay == "r2":
+        yield (
+            'loss.old = "rollout" with replay = "r2": R2 records the experts in the pass that this setting skips; set '
+            'loss.old = "policy", or replay = "r3"'
+        )
     if loss.kind != "grpo" and "normalize" in loss.model_fields_set:
         yield (
             f'loss.normalize = "{loss.normalize}" with loss.kind = "{loss.kind}", which has a mean of its own; '
@@ -83,6 +94,26 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
         yield (
             f"rollout.group = {config.rollout.group}: an advantage compares an episode with the others of its problem, "
             "so the advantage of a single episode is always 0; set 2 or more"
+        )
+
+
+def _refused_asynchronous(config: TrainConfig) -> Iterator[str]:
+    settings, rollout = config.asynchronous, config.rollout
+    if config.loop == "sync":
+        changed = [name for name, value in settings if value != getattr(AsynchronousConfig(), name)]
+        if changed:
+            names = ", ".join(f"asynchronous.{name}" for name in changed)
+            yield f'{names} with loop = "sync", which does not read them; set loop = "async", or leave them out'
+        return
+    if 0 < settings.max_in_flight < rollout.group:
+        yield (
+            f"asynchronous.max_in_flight = {settings.max_in_flight}: a group of rollout.group = {rollout.group} "
+            "episodes starts together; set at least this many, or 0 for no limit"
+        )
+    if 0 < settings.max_ready < rollout.prompts:
+        yield (
+            f"asynchronous.max_ready = {settings.max_ready}: a step needs rollout.prompts = {rollout.prompts} groups, "
+            "so the trainer would wait forever; set at least this many, or 0 for no limit"
         )
 
 
@@ -231,6 +262,13 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
             f'model.router_dtype = "float32" with engine.kind = "{config.engine.kind}": the server gets its routers\' '
             "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
             "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32 computes in float32"
+        )
+    loss = config.loss
+    if config.loop == "async" and loss.old == "policy" and not loss.truncated_importance:
+        yield (
+            'loop = "async" with loss.old = "policy" and loss.truncated_importance = 0: tokens of older versions are '
+            "trained as if the version being updated had sampled them; set loss.truncated_importance = 2, or "
+            'loss.old = "rollout"'
         )
     longest, slots = config.engine.max_length, config.trainer.max_tokens
     if longest > slots:

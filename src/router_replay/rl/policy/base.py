@@ -183,8 +183,11 @@ class BasePolicy(abc.ABC):
             )
 
 
-def slots_of(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device) -> Slots:
-    """Return what the loss needs: the log-probs `now`, those of the old pass, and the tensors of the micro-batch."""
+def slots_of(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device, version: int) -> Slots:
+    """Return what the loss needs: the log-probs `now`, those of the old pass, and the tensors of the micro-batch.
+
+    `version` is the policy version that the update changes.
+    """
     tensors = micro.to_torch(device)
     return Slots(
         logprobs=now,
@@ -194,6 +197,7 @@ def slots_of(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.de
         mask=tensors.whole("label_mask"),
         sequences=tensors.whole("sample_ids"),
         reference_logprobs=old.reference_logprobs,
+        ages=version - tensors.whole("label_versions"),
     )
 
 

@@ -82,7 +82,7 @@ class Policy(BasePolicy):
             for micro, old in zip(mini.micro, scored, strict=True):
                 ranks.watch.beat()
                 with self._replaying(micro, old.routes):
-                    slots = slots_of(self._logprobs(micro), micro, old, ranks.device)
+                    slots = slots_of(self._logprobs(micro), micro, old, ranks.device, mini.version)
                     loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
                     (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
                 loss_sum = loss_sum + loss.detach()
@@ -113,7 +113,10 @@ class Policy(BasePolicy):
     def _score(self, micro: LocalBatch) -> Scored:
         self._ranks.watch.beat()
         routes: LocalBatch | TensorRoutes | None = None
-        if self._config.replay == "r3":
+        if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
+            old = micro.to_torch(self._ranks.device).whole("label_logprobs")
+            routes = micro if self._config.replay == "r3" else None
+        elif self._config.replay == "r3":
             routes = micro
             with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
                 old = self._logprobs(micro)

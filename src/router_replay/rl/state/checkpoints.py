@@ -41,13 +41,15 @@ class CheckpointError(TrainError):
 class Progress:
     """Hold how far a run is: `step` steps and `updates` optimizer steps are done.
 
-    `version` is the policy version of the engine. The next step starts at problem number `problem`.
+    `version` is the policy version of the engine. The next step starts at problem number `problem`. `rollouts` is the
+    state of the asynchronous loop's rollouts as JSON (`rollout/ledger.py`), None for the synchronous loop.
     """
 
     step: int = 0
     version: int = 0
     problem: int = 0
     updates: int = 0
+    rollouts: dict[str, Any] | None = None
 
 
 def found(output: pathlib.Path) -> list[pathlib.Path]:
@@ -90,7 +92,8 @@ def save(
             torch.save(trainer, side / TRAINER)
             if record is not None:
                 (side / RECORD).write_text(json.dumps(record, indent=2))
-            (side / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
+            fields = {name: value for name, value in dataclasses.asdict(progress).items() if value is not None}
+            (side / PROGRESS).write_text(json.dumps(fields))
             _to_disk(side)
             _put_in_place(side, final)
         except Exception as error:  # torch and safetensors report a full disk with different types
@@ -107,8 +110,9 @@ def read_progress(folder: pathlib.Path) -> Progress:
     try:
         fields = json.loads((folder / PROGRESS).read_text())
         progress = Progress(**fields)
-        if not all(type(value) is int and value >= 0 for value in fields.values()):
-            raise ValueError(f"expected whole numbers of 0 or more, got {fields}")
+        numbers = {name: value for name, value in fields.items() if name != "rollouts"}
+        if not all(type(value) is int and value >= 0 for value in numbers.values()):
+            raise ValueError(f"expected whole numbers of 0 or more, got {numbers}")
         if re.fullmatch(r"step_\d+", folder.name) and folder.name != _name(progress.step):
             raise ValueError(f"it says step {progress.step}, but the folder has the name {folder.name}")
     except (OSError, TypeError, ValueError, RecursionError) as error:

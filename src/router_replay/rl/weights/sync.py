@@ -21,6 +21,7 @@ import torch
 
 from router_replay.engines.base import Engine
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
+from router_replay.engines.types import InFlight
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 from router_replay.rl.weights.fp8 import fp8_rounded
@@ -79,15 +80,20 @@ class WeightSync:
             ) from error
         return folder
 
-    def push(self, engine: Engine, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load the weights of `state` into the engine as this version, and remove the files of older ones."""
+    def push(
+        self, engine: Engine, state: Mapping[str, torch.Tensor], version: int, in_flight: InFlight = "abort"
+    ) -> None:
+        """Load the weights of `state` into the engine as this version, and remove the files of older ones.
+
+        `in_flight` says what happens to running requests.
+        """
         kind = self._config.kind
         if kind == "embedded":
-            engine.update_weights(self.for_engine(state), version)
+            engine.update_weights(self.for_engine(state), version, in_flight)
         elif kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
-            engine.update_weights(segment, version)
+            engine.update_weights(segment, version, in_flight)
         else:
-            engine.update_weights(str(self.export(state, version)), version)
+            engine.update_weights(str(self.export(state, version)), version, in_flight)
         for old in self._root.glob("version_*"):
             if old.name != f"version_{version}":
                 shutil.rmtree(old)

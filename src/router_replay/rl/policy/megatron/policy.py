@@ -83,6 +83,9 @@ class MegatronPolicy(BasePolicy):
         routes: list[Any] | None = None
         if self._config.replay == "r3":
             routes = [with_routes(micro) for micro in mini.micro]
+        if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
+            old = [micro.to_torch(self._ranks.device).whole("label_logprobs") for micro in mini.micro]
+        elif routes is not None:
             with self._replaying(mini, routes, forward_only=True, agreement=self._config.trainer.agreement):
                 old = self._passes.logprobs(mini)
         else:
@@ -114,7 +117,7 @@ class MegatronPolicy(BasePolicy):
         found = torch.zeros(1 + len(SUMS), dtype=torch.float64, device=device)
 
         def loss_of(number: int, now_T: Tensor) -> Tensor:
-            slots = slots_of(now_T, mini.micro[number], scored[number], device)
+            slots = slots_of(now_T, mini.micro[number], scored[number], device, mini.version)
             loss, sums = policy_loss(slots, config.loss, totals, config.reference.kl)
             found.add_(torch.stack([loss.detach().double(), *(getattr(sums, name) for name in SUMS)]))
             return loss
