@@ -236,7 +236,7 @@ def main() -> int:
     print("CPU of the loop per episode, rows of 4 layers x 8 experts, 16 tokens")
     costs = {}
     for number in arguments.in_flight:
-        costs[number] = cpu_per_episode(number, rounds=max(2, 20_000 // number))
+        costs[number] = cpu_per_episode(number, rounds=max(1, 20_000 // number))
         print(f"  {number:>9,} in flight   {costs[number] * 1e3:.3f} ms")
     random = np.random.default_rng(0)
     lengths = np.minimum(LONGEST, 4 + random.pareto(1.5, 1 << 16) * 20).astype(int)
