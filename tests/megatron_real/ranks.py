@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from router_replay import RouterReplay, Routes
 from router_replay.errors import ReplayError
-from router_replay.replay.megatron import MegatronReplay
+from router_replay.replay.megatron import MegatronReplay, install
 from router_replay.replay.megatron.site import MicroBatchPlan
 from tests.makers import random_routes
+from tests.megatron_real import native_api
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MICRO_BATCHES, SEQUENCES, TOKENS = 4, 2, 16
@@ -44,12 +45,15 @@ class Division:
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+EXPERT_TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 DIVISIONS = {
     "data": Division({}, data_parallel=2),
     "expert": Division({"expert_model_parallel_size": 2}, data_parallel=2),
     "expert, recompute": Division({"expert_model_parallel_size": 2}, FULL, data_parallel=2),
     "tensor": Division(TENSOR),
     "tensor, recompute": Division(TENSOR, FULL),
+    "expert tensor": Division(EXPERT_TENSOR),
+    "expert tensor, recompute": Division(EXPERT_TENSOR, FULL),
     "pipeline": Division(PIPELINE),
     "pipeline, recompute": Division(PIPELINE, FULL),
     "pipeline, no router on the first stage": Division(PIPELINE, dense=(0, 1)),
@@ -117,6 +121,21 @@ def run(division: Division, rank: int) -> dict[str, Any]:
         tiny.train_step(chunks, batches, forward_only=True)
     found["live again"] = tiny.train_step(chunks, batches)
     found["refused"] = refusals(replayer, routes, shape)
+    if "pipeline_model_parallel_size" in division.sizes and replayer.layout.parts == 1:
+        found |= native_calls(division, batches, routes)
+    return found
+
+
+def native_calls(division: Division, batches: list[Any], routes: list[Routes]) -> dict[str, Any]:
+    """The same step by Megatron's own RouterReplay: right, with a forgotten switch, and that under install()."""
+    chunks = tiny.megatron_model(hf_of(division), **division.settings, moe_enable_routing_replay=True)
+    found = {
+        "native step": native_api.replay_step(chunks, batches, routes),
+        "forgotten switch": native_api.replay_step(chunks, batches, routes, switch=False),
+    }
+    with install(chunks):
+        found["forgotten switch, installed"] = native_api.replay_step(chunks, batches, routes, switch=False)
+    native_api.RouterReplay.clear_global_router_replay_instances()
     return found
 
 

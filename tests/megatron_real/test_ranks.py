@@ -98,12 +98,31 @@ def test_gradients_equal_those_of_transformers_in_one_process(found: Any, name: 
                 close(gradient, expected[parameter])
 
 
-@pytest.mark.parametrize("name", ["expert", "tensor", "pipeline", "virtual pipeline", "tensor and pipeline"])
+@pytest.mark.parametrize(
+    "name", ["expert", "tensor", "expert tensor", "pipeline", "virtual pipeline", "tensor and pipeline"]
+)
 def test_recompute_gives_the_same_gradients_to_the_bit(found: Any, name: str) -> None:
     """A recompute with the rows of another micro-batch keeps the loss and changes the router's gradients."""
     for plain, recomputed in zip(all_of(found, name), all_of(found, f"{name}, recompute"), strict=True):
         for step in ("forced step", "missing step", "own step"):
             same(recomputed[step], plain[step])
+
+
+PIPELINES = [f"{name}{kind}" for name in ("pipeline", "virtual pipeline") for kind in ("", ", recompute")]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_forgotten_switch_is_harmless_with_install(found: Any, name: str) -> None:
+    """Alone, Megatron's calls then recompute with the rows of a later micro-batch: equal losses, wrong gradients."""
+    wrong = []
+    for one in all_of(found, name):
+        same(one["native step"], one["forced step"])
+        same(one["forgotten switch, installed"], one["forced step"])
+        alone = one["forgotten switch"]
+        assert all(torch.equal(a, b) for a, b in zip(alone.losses, one["forced step"].losses, strict=True))
+        for got, right in zip(alone.gradients, one["forced step"].gradients, strict=True):
+            wrong += [parameter for parameter in right if not torch.equal(got[parameter], right[parameter])]
+    assert any("router" in parameter for parameter in wrong) == ("recompute" in name)
 
 
 @divisions

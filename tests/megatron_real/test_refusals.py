@@ -13,6 +13,7 @@ pytest.importorskip("tests.megatron_real.cpu", reason="megatron-core has an envi
 import torch
 
 from router_replay import Routes, Sample, pack
+from router_replay.batch.megatron import MegatronLayout
 from router_replay.errors import ReplayError
 from router_replay.replay.megatron import MegatronReplay
 from tests.makers import random_routes
@@ -48,6 +49,24 @@ def test_rows_that_do_not_fit_are_refused_before_the_schedule(hf: Any) -> None:
         replayer.replay(missing, **shape, loss_mask=np.ones(16)),
     ):
         pass
+
+
+def test_a_share_of_another_stage_rank_or_model_is_refused(hf: Any) -> None:
+    replayer = MegatronReplay(tiny.megatron_model(hf))
+    routes = random_routes(16, replayer.spec)
+    wide = tiny.RouterSpec(9, 2, replayer.spec.layers)
+    other_part = MegatronLayout((1, 2, 3), part=1, parts=2)
+    for share, message in [
+        (MegatronLayout((2, 3)).share(routes, 2), r"rank or model: expected the layers \(1, 2, 3\), got \(2, 3\)"),
+        (MegatronLayout(()).share(routes, 2), r"rank or model: expected the layers \(1, 2, 3\), got \(\)"),
+        (replayer.layout.share(random_routes(16, wide), 2), "rank or model"),
+        (other_part.share(routes, 2), r"rank: expected .*parts=1.*got .*part=1, parts=2"),
+    ]:
+        with (
+            pytest.raises(ReplayError, match=f"micro-batch 0: this Share was cut for another {message}"),
+            replayer.replay(share, micro_batch_size=2),
+        ):
+            raise AssertionError("the block must not open")
 
 
 def test_a_part_of_a_batch_is_refused(hf: Any) -> None:

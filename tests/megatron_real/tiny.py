@@ -1,7 +1,7 @@
 """Tiny models in both libraries: a Hugging Face model, and the megatron-core model of the same weights on this rank.
 
-The mapping of the weights also maps gradients: a gradient of megatron must equal the part of the Hugging Face gradient
-that has its place.
+The mapping of the weights (`router_replay.rl.policy.megatron.weights`) also maps gradients: a gradient of megatron must
+equal the part of the Hugging Face gradient that has its place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen
 
 from router_replay import RouterSpec as RouterSpec
 from router_replay import Routes
+from router_replay.rl.policy.megatron import weights
 
 VOCABULARY = 64
 LENGTH = 8
@@ -41,11 +42,13 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def start(rank: int = 0, world: int = 1, store: str = "", **sizes: Any) -> None:
+def start(rank: int = 0, world: int = 1, store: str = "", backend: str = "gloo", **sizes: Any) -> None:
     """Join the process group, and divide it by `sizes`: arguments of initialize_model_parallel."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, init_method=f"file://{store or tempfile.mktemp()}", rank=rank, world_size=world
+        )
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
@@ -197,43 +200,9 @@ def load(chunk: Any, tensors: dict[str, Tensor]) -> None:
 
 def from_hf(chunk: Any, name: str, tensors: dict[str, Tensor]) -> Tensor:
     """The part of the Hugging Face `tensors` (weights or gradients) that has the place of parameter `name` here."""
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-
-    def split(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.chunk(size, dim)[rank]
-
-    if name == "embedding.word_embeddings.weight":
-        return split(tensors["model.embed_tokens.weight"], 0)
-    if name == "output_layer.weight":
-        return split(tensors["lm_head.weight"], 0)
-    if name == "decoder.final_layernorm.weight":
-        return tensors["model.norm.weight"]
-    _, _, index, part = name.split(".", 3)
-    layer = chunk.decoder.layers[int(index)]
-    hf = f"model.layers.{layer.layer_number - 1}."
-    if part == "self_attention.linear_qkv.weight":
-        groups, width = chunk.config.num_query_groups, chunk.config.hidden_size
-        qkv = [tensors[f"{hf}self_attn.{one}_proj.weight"].reshape(groups, -1, width) for one in "qkv"]
-        return split(torch.cat(qkv, 1).reshape(-1, width), 0)
-    if part == "self_attention.linear_proj.weight":
-        return split(tensors[hf + "self_attn.o_proj.weight"], 1)
-    norms = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-        "mlp.router.weight": "mlp.gate.weight",
-    }
-    if part in norms:
-        return tensors[hf + norms[part]]
-    for mlp in ("mlp.", "mlp.shared_experts."):
-        if part == f"{mlp}linear_fc1.weight":
-            return torch.cat([split(tensors[f"{hf}{mlp}{one}_proj.weight"], 0) for one in ("gate", "up")])
-        if part == f"{mlp}linear_fc2.weight":
-            return split(tensors[f"{hf}{mlp}down_proj.weight"], 1)
-    expert, matrix = int(part.split(".")[3]), part.split(".")[4]
-    expert = layer.mlp.local_expert_indices[expert]
-    return tensors[hf + ("mlp.experts.gate_up_proj" if matrix == "linear_fc1" else "mlp.experts.down_proj")][expert]
+    found = torch.empty_like(chunk.get_parameter(name)).detach()
+    weights.fill(found, weights.parts_of(chunk, name), tensors)
+    return found
 
 
 # -- running ------------------------------------------------------------------------------------------------

@@ -42,6 +42,20 @@ def test_first_turn() -> None:
     assert trajectory.next_start == 4
 
 
+def test_every_sampled_token_keeps_its_version_over_turns_branches_and_cuts() -> None:
+    trajectory = Trajectory(SPEC)
+    prompt, completion, logprobs, rows, start, _ = Engine().respond([5, 6], [8, 9, 1])
+    trajectory.append(prompt, completion, logprobs, rows, start, versions=[3, 4, 4])
+    trajectory.append(*Engine(6).respond([5, 6, 8, 9, 1, 7], [2], start=trajectory.next_start))  # one for all
+    assert trajectory.versions.tolist() == [0, 0, 3, 4, 4, 0, 6]
+    branch = trajectory.append(*Engine(7).respond([5, 6, 8, 3], [2]), branch=True)
+    assert branch.versions.tolist() == [0, 0, 0, 0, 7]  # the common prefix is trained where it was sampled
+    trajectory.truncate(4)
+    assert trajectory.versions.tolist() == [0, 0, 3, 4]
+    with pytest.raises(StitchError, match=r"versions must be 1 integers, one per completion token, got \[2\]"):
+        trajectory.append([5, 6, 8, 9], [1], [-1.0], None, versions=[1, 2], allow_gap=True)
+
+
 def test_the_boundary_row_comes_from_the_next_response() -> None:
     trajectory, engine = Trajectory(SPEC), Engine()
     trajectory.append(*engine.respond([5, 6, 7], [8, 9]))

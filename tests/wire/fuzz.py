@@ -64,7 +64,7 @@ def seeds() -> list[tuple[str, Any, Reader]]:
                     found.append(("blob", blob, wire.decode))
     for spec in (SPECS[0], SPECS[1]):
         routes = Routes(routes_of(spec, 6, seed=0).ids, spec)
-        for peer in ("vllm", "sglang", "nemo", "prime_rl", "dynamo", "skyrl"):
+        for peer in ("vllm", "sglang", "nemo", "prime_rl", "dynamo", "skyrl", "megatron"):
             write, read = getattr(wire, f"to_{peer}"), getattr(wire, f"from_{peer}")
             value = write(routes)
             kind = "object" if isinstance(value, dict) else "text"

@@ -56,4 +56,6 @@ PAYLOADS: dict[str, tuple[Callable[..., Routes], Callable[..., Any], Any]] = {
     "dynamo": (peers.from_dynamo, peers.to_dynamo, prime()),
     "skyrl": (peers.from_skyrl, peers.to_skyrl, skyrl()),
     "nemo": (peers.from_nemo, peers.to_nemo, nemo(ENGINE)),
+    "megatron": (peers.from_megatron, peers.to_megatron, {"moe_topk_indices": ROWS}),
 }
+IN_BASE64 = [peer for peer in PAYLOADS if peer != "megatron"]  # which writes lists of numbers

@@ -85,7 +85,7 @@ def test_a_narrow_turn_of_a_wide_model_becomes_the_models_dtype() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [4, None])
-@pytest.mark.parametrize("peer", PAYLOADS)
+@pytest.mark.parametrize("peer", [peer for peer in PAYLOADS if peer != "megatron"])  # which has no others
 def test_an_array_over_the_routed_layers_alone_is_refused(peer: str, num_layers: int | None) -> None:
     spec = RouterSpec(num_experts=8, top_k=2, layers=(1, 2, 3), num_layers=num_layers)
     flat = [expert for row in ROWS for layer in row for expert in layer]

@@ -99,15 +99,16 @@ class MegatronLayout:
         tokens that predict nothing.
         """
         index = self.index(len(routes), sequences, boundaries)
-        masks = [
-            None if mask is None else self.cut_mask(mask, len(routes), sequences, boundaries, name)
-            for mask, name in ((padding, "padding"), (idle, "idle"))
-        ]
+
+        def cut(mask: Any, name: str) -> np.ndarray | None:
+            return None if mask is None else self.cut_mask(mask, len(routes), sequences, boundaries, name)
+
+        masks = cut(padding, "padding"), cut(idle, "idle")
         if not self.layers:
-            return Share(None, len(index), sequences, *masks)
+            return Share(None, len(index), sequences, *masks, layout=self)
         own = routes if routes.spec.layers == self.layers else routes.select_layers(self.layers)
         whole = self.parts == self.context_parts == sequences == 1
-        return Share(own if whole else own.take(index), len(index), sequences, *masks)
+        return Share(own if whole else own.take(index), len(index), sequences, *masks, layout=self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ class Share:
     """One rank's part of a micro-batch, in the order of its routers.
 
     `rows` are Routes, or TensorRoutes if they were recorded; None on a rank without routed layers. `tokens` is the
-    number of rows, `sequences` the micro-batch size. `padding` and `idle` are masks over the rows, or None.
+    number of rows, `sequences` the micro-batch size. `padding` and `idle` are masks over the rows, or None. `layout` is
+    that of the rank it was cut for.
     """
 
     rows: Any
@@ -123,6 +125,7 @@ class Share:
     sequences: int = 1
     padding: np.ndarray | None = None
     idle: np.ndarray | None = None
+    layout: MegatronLayout | None = None
 
     @property
     def nbytes(self) -> int:

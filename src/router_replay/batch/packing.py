@@ -77,6 +77,7 @@ def pack(
     masks = [sample.loss_mask for sample in checked]
     logprobs = [sample.logprobs for sample in checked]
     advantages = [np.asarray(sample.advantages) for sample in checked]
+    versions = [np.asarray(sample.versions) for sample in checked]
     ordered_slots = [layout.padded[sample] for sample in layout.order]
     bin_slots = [sum(layout.padded[sample] for sample in members) for members in layout.bins]
     return Batch(
@@ -86,10 +87,12 @@ def pack(
         loss_mask=laid(masks, False),
         logprobs=laid(logprobs, 0.0),
         advantages=laid(advantages, 0.0),
+        versions=laid(versions, 0),
         labels=laid([array[1:] for array in tokens], NO_LABEL),
         label_mask=laid([array[1:] for array in masks], False),
         label_logprobs=laid([array[1:] for array in logprobs], 0.0),
         label_advantages=laid([array[1:] for array in advantages], 0.0),
+        label_versions=laid([array[1:] for array in versions], 0),
         routes=None if routes is None else layout.lay_out_rows(routes),
         cu_seqlens=np.cumsum([0, *ordered_slots], dtype=np.int32),
         bin_ends=np.cumsum(bin_slots),

@@ -38,7 +38,8 @@ class Sample:
 
     `token_ids` are integers. `logprobs` are the rollout engine's log-probs, finite where `loss_mask` is True.
     `loss_mask` is True for the tokens of the loss. `routes` is None if nothing is to be replayed. `advantages` is one
-    number for the whole sequence or one per token.
+    number for the whole sequence or one per token. `versions` is the policy version that sampled each token, in the
+    same two forms; it has no meaning where `loss_mask` is False.
     """
 
     token_ids: np.ndarray
@@ -46,6 +47,7 @@ class Sample:
     loss_mask: np.ndarray
     routes: Routes | None
     advantages: np.ndarray | float = 0.0
+    versions: np.ndarray | int = 0
 
     @classmethod
     def of(cls, source: SampleLike, advantages: Any = None, where: str = "sample") -> Sample:
@@ -74,7 +76,11 @@ class Sample:
                 f"{where}: routes must have one row per token: expected {len(tokens)}, got {len(routes)}; "
                 "use Routes.missing for rows that are not known"
             )
-        return cls(tokens, logprobs, mask, routes, advantages)
+        versions = as_array(getattr(source, "versions", 0), f"{where}: versions", BatchError)
+        versions = np.broadcast_to(versions, versions.shape or len(tokens))
+        versions = int64_array(versions, f"{where}: versions", BatchError)
+        versions = _of_length(versions, len(tokens), f"{where}: versions")
+        return cls(tokens, logprobs, mask, routes, advantages, versions)
 
     def __len__(self) -> int:
         return len(self.token_ids)

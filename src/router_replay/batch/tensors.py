@@ -48,7 +48,7 @@ class TensorRoutes:
     @classmethod
     def from_routes(cls, routes: Routes, device: Any = "cpu") -> TensorRoutes:
         """Copy routes to a device."""
-        ids, captured = _on_device(routes.ids, device), _on_device(routes.captured, device)
+        ids, captured = on_device(routes.ids, device), on_device(routes.captured, device)
         return cls(ids, captured, routes.spec, routes.all_captured, any(routes.captured_runs.values))
 
     def __len__(self) -> int:
@@ -74,10 +74,12 @@ class TensorBatch:
     loss_mask: torch.Tensor
     logprobs: torch.Tensor
     advantages: torch.Tensor
+    versions: torch.Tensor
     labels: torch.Tensor
     label_mask: torch.Tensor
     label_logprobs: torch.Tensor
     label_advantages: torch.Tensor
+    label_versions: torch.Tensor
     cu_seqlens: torch.Tensor
     routes: TensorRoutes | None
     boundaries: tuple[int, ...] = ()
@@ -89,7 +91,7 @@ class TensorBatch:
     @classmethod
     def from_batch(cls, batch: Batch, device: Any = "cpu") -> TensorBatch:
         """Copy a batch to a device."""
-        fields = {name: _on_device(getattr(batch, name), device) for name in (*PER_SLOT, "cu_seqlens")}
+        fields = {name: on_device(getattr(batch, name), device) for name in (*PER_SLOT, "cu_seqlens")}
         routes = None if batch.routes is None else TensorRoutes.from_routes(batch.routes, device)
         return cls(**fields, routes=routes, boundaries=tuple(batch.cu_seqlens.tolist()))
 
@@ -120,7 +122,7 @@ class LocalTensors:
     def whole(self, name: str) -> torch.Tensor:
         """Return the array `name` of the Batch, over all slots of the bin."""
         if name not in self._whole:
-            self._whole[name] = _on_device(getattr(self._local.whole, name), self.device)
+            self._whole[name] = on_device(getattr(self._local.whole, name), self.device)
         return self._whole[name]
 
     @property
@@ -151,7 +153,7 @@ class LocalTensors:
 
     def _mine(self, name: str) -> torch.Tensor:
         place = self._local.place
-        return self.whole(name)[place if isinstance(place, slice) else _on_device(place, self.device)]
+        return self.whole(name)[place if isinstance(place, slice) else on_device(place, self.device)]
 
 
 def torch_device(device: Any) -> torch.device:
@@ -162,10 +164,11 @@ def torch_device(device: Any) -> torch.device:
     return found
 
 
-def _on_device(array: np.ndarray, device: Any) -> torch.Tensor:
-    """Copy into a tensor that owns its memory: torch warns about a read-only array and could then write to it.
+def on_device(array: np.ndarray, device: Any) -> torch.Tensor:
+    """Copy `array` into a tensor on `device` that owns its memory.
 
-    A GPU copies from pinned memory in the background; from other memory the caller would wait for it.
+    Over a read-only array torch warns, and could then write to it. A GPU copies from pinned memory in the background;
+    from other memory the caller would wait for it.
     """
     if torch.device(device).type != "cuda":
         return torch.from_numpy(np.array(array)).to(device)

@@ -9,8 +9,8 @@ Two samples, [5, 6, 7] and [8, 9], packed into one bin padded to multiples of 4:
     sample_ids    0  0  0 -1 | 1  1 -1 -1
     cu_seqlens    0            4           8
 
-Tokens and rows have the same order. `loss_mask`, `logprobs` and `advantages` describe the token in
-the slot; `label_mask`, `label_logprobs` and `label_advantages` describe the token that the slot predicts,
+Tokens and rows have the same order. `loss_mask`, `logprobs`, `advantages` and `versions` describe the token in
+the slot; `label_mask`, `label_logprobs` and so on describe the token that the slot predicts,
 which is what a loss needs and what stays correct when the slots are spread over ranks.
 """
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 NO_LABEL = -100
 PER_SLOT = (
-    "token_ids", "position_ids", "sample_ids", "loss_mask", "logprobs", "advantages",
-    "labels", "label_mask", "label_logprobs", "label_advantages",
+    "token_ids", "position_ids", "sample_ids", "loss_mask", "logprobs", "advantages", "versions",
+    "labels", "label_mask", "label_logprobs", "label_advantages", "label_versions",
 )  # fmt: skip
 
 
@@ -47,8 +47,9 @@ class Batch:
     - `position_ids`: the position in the sequence, from 0 on; padding continues the count.
     - `sample_ids`: the number of the sample in the list that was packed, -1 in padding.
     - `loss_mask`, `logprobs`, `advantages`: those of the token in the slot; False or 0.0 in padding.
+    - `versions`: the policy version that sampled the token in the slot; it has no meaning without `loss_mask`.
     - `labels`: the token that the slot predicts, NO_LABEL for none.
-    - `label_mask`, `label_logprobs`, `label_advantages`: those of the token that the slot predicts.
+    - `label_mask`, `label_logprobs`, `label_advantages`, `label_versions`: those of the token that the slot predicts.
     - `slots`: the numbers of these slots in the whole batch.
 
     `routes` has one row per slot, or is None. `cu_seqlens` [sequences + 1] are the sequence boundaries, padding
@@ -62,10 +63,12 @@ class Batch:
     loss_mask: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
+    versions: np.ndarray
     labels: np.ndarray
     label_mask: np.ndarray
     label_logprobs: np.ndarray
     label_advantages: np.ndarray
+    label_versions: np.ndarray
     routes: Routes | None
     cu_seqlens: np.ndarray
     bin_ends: np.ndarray

@@ -334,6 +334,7 @@ class Capabilities:
     `routes`: the engine returns rows. `forced_routes`: the caller can set which experts to use. `start`: rows can be
     left out of an answer. `versions`: weights can be loaded, and each token has the version that sampled it.
     `checked_weights`: the engine checks new weights against its model before it gives up the old ones.
+    `cannot_keep`: why requests in flight cannot be kept while weights change; empty if they can.
     """
 
     routes: bool
@@ -341,6 +342,7 @@ class Capabilities:
     start: bool
     versions: bool
     checked_weights: bool = False
+    cannot_keep: str = ""
     why_not: str = ""
 
     @property

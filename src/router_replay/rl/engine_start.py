@@ -62,6 +62,16 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
             f'replay = "r3" needs an engine that returns the experts it used, and this one does not: {can.why_not}. '
             'Set replay = "r2" to record them in the trainer instead'
         )
+    mode = config.asynchronous.on_new_weights if config.loop == "async" else None
+    if mode == "resume" and not (can.routes and can.forced_routes):
+        raise ConfigError(
+            'asynchronous.on_new_weights = "resume" needs an engine that returns its experts and can be made to use '
+            f'them again, and this one cannot: {can.why_not}. Set "recompute" or "keep"'
+        )
+    if mode == "keep" and can.cannot_keep:
+        raise ConfigError(
+            f'asynchronous.on_new_weights = "keep" is not possible with this engine: {can.cannot_keep}. Set "recompute"'
+        )
     if not can.versions:
         raise ConfigError(f"training needs an engine that takes new weights, and this one does not: {can.why_not}")
 

@@ -37,7 +37,10 @@ class RequestLike(Protocol):
 
 
 class CompletionLike(Protocol):
-    """The attributes of an answer that `add` uses; `engines.Completion` has them."""
+    """The attributes of an answer that `add` uses; `engines.Completion` has them.
+
+    It may have `versions` too, the policy version that sampled each token.
+    """
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -57,7 +60,7 @@ class CompletionLike(Protocol):
 
 
 class Trajectory:
-    """Holds the tokens of one rollout with their log-probs, loss mask and rows.
+    """Holds the tokens of one rollout with their log-probs, loss mask, versions and rows.
 
     `spec` is the RouterSpec of the model. `add` and `append` add an engine response; `truncate` removes tokens.
     """
@@ -67,6 +70,7 @@ class Trajectory:
         self._tokens = GrowingArray(np.int64)
         self._logprobs = GrowingArray(np.float32)
         self._loss_mask = GrowingArray(np.bool_)
+        self._versions = GrowingArray(np.int64)
         self._rows = RowStore(spec)
 
     def add(
@@ -84,6 +88,7 @@ class Trajectory:
             completion.logprobs,
             routes,
             completion.start,
+            versions=getattr(completion, "versions", None),
             allow_gap=allow_gap,
             branch=branch,
         )
@@ -97,6 +102,7 @@ class Trajectory:
         start: int = 0,
         version: int = 0,
         *,
+        versions: ArrayLike | None = None,
         allow_gap: bool = False,
         branch: bool = False,
     ) -> Trajectory:
@@ -108,7 +114,8 @@ class Trajectory:
         `routes` are the rows [start, prompt + completion - 1). They may be None if nothing was
         generated (an abort before the first token). Rows that are already known are kept, because the
         log-probs were sampled with them. `version` is the policy version of rows that do not carry
-        their own. `allow_gap` accepts a response whose rows leave a gap; the rows of the gap stay uncaptured.
+        their own, and of the sampled tokens unless `versions` has one for each of them. `allow_gap`
+        accepts a response whose rows leave a gap; the rows of the gap stay uncaptured.
 
         The prompt must extend the tokens so far. If it does not, StitchError names the first
         difference; with `branch=True` the response goes to a new Trajectory that shares the rows of
@@ -118,6 +125,7 @@ class Trajectory:
         completion = int64_array(completion_ids, "completion_ids", StitchError)
         sampled_logprobs = _logprob_array(logprobs, len(completion))
         start, version = exact_int(start, "start", StitchError), exact_int(version, "version", StitchError)
+        sampled_versions = _version_array(version if versions is None else versions, len(completion))
         if not len(prompt):
             raise StitchError("prompt_ids must have at least one token, got none")
         same = self._common_prefix(prompt)
@@ -129,7 +137,7 @@ class Trajectory:
         rows = target._fitting_rows(routes, start, len(prompt), len(completion), allow_gap)
         if rows is not None and rows.version_runs is None:
             rows = rows.with_versions(version)
-        target._take(prompt[same:], completion, sampled_logprobs, rows, start)
+        target._take(prompt[same:], completion, sampled_logprobs, sampled_versions, rows, start)
         return target
 
     def truncate(self, length: int) -> None:
@@ -148,7 +156,7 @@ class Trajectory:
             raise StitchError(
                 f"length must be at most {len(self)}, the number of tokens of the trajectory, got {length}"
             )
-        for array in (self._tokens, self._logprobs, self._loss_mask):
+        for array in (self._tokens, self._logprobs, self._loss_mask, self._versions):
             array.truncate(length)
         self._rows = self._rows.share(length)
 
@@ -168,6 +176,11 @@ class Trajectory:
     def loss_mask(self) -> np.ndarray:
         """True where the policy sampled the token."""
         return self._loss_mask.view
+
+    @property
+    def versions(self) -> np.ndarray:
+        """The policy version that sampled each token, int64; 0 where loss_mask is False."""
+        return self._versions.view
 
     @property
     def routes(self) -> Routes:
@@ -215,6 +228,7 @@ class Trajectory:
         other._tokens.extend(self.token_ids[:stop])
         other._logprobs.extend(np.zeros(stop, np.float32))
         other._loss_mask.extend(np.zeros(stop, bool))
+        other._versions.extend(np.zeros(stop, np.int64))
         other._rows = self._rows.share(stop)
         return other
 
@@ -256,12 +270,19 @@ class Trajectory:
         return routes
 
     def _take(
-        self, environment: np.ndarray, completion: np.ndarray, logprobs: np.ndarray, rows: Routes | None, start: int
+        self,
+        environment: np.ndarray,
+        completion: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        rows: Routes | None,
+        start: int,
     ) -> None:
         """Store a checked response. Nothing raises here, so a response is stored completely or not at all."""
         self._tokens.extend(environment, completion)
         self._logprobs.extend(np.zeros(len(environment), np.float32), logprobs)
         self._loss_mask.extend(np.zeros(len(environment), bool), np.ones(len(completion), bool))
+        self._versions.extend(np.zeros(len(environment), np.int64), versions)
         if rows is None:
             return
         known = len(self._rows)
@@ -279,4 +300,13 @@ def _logprob_array(logprobs: Any, tokens: int) -> np.ndarray:
     if array.shape != (tokens,):
         raise StitchError(f"logprobs must be {tokens} numbers, one per completion token, got {list(array.shape)}")
     refuse_not_finite(array, "logprobs of the completion", StitchError)
+    return array
+
+
+def _version_array(versions: Any, tokens: int) -> np.ndarray:
+    if isinstance(versions, int):
+        return np.full(tokens, versions, np.int64)
+    array = int64_array(versions, "versions", StitchError)
+    if array.shape != (tokens,):
+        raise StitchError(f"versions must be {tokens} integers, one per completion token, got {list(array.shape)}")
     return array

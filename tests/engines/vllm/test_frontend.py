@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from router_replay import wire
@@ -53,6 +54,26 @@ def test_bytes_are_checked_as_text_is() -> None:
         enter({"router_replay": bytes(blob)})
     with pytest.raises(vllm_exceptions.VLLMValidationError, match="5 forced rows for a prompt of 4 tokens"):
         enter(extra_arguments(random_routes(5, SPEC), as_text=False), tokens=4)
+    bad = wire.encode(random_routes(5, SPEC), codec="dense")
+    payload = len(bad) - 8 - 5 * SPEC.row_bytes
+    forged = bad[:payload] + b"\3\3" + bad[payload + 2 : -8]
+    forged += xxhash.xxh3_64_intdigest(forged).to_bytes(8, "little")
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match="expected 4 different experts"):
+        enter({"router_replay": forged})
+
+
+def test_rows_of_this_process_are_sorted_once_and_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = random_routes(5, SPEC)
+    given = extra_arguments(routes, as_text=False)
+    expected = enter(extra_arguments(routes))
+    monkeypatch.setattr("router_replay.engines.vllm.plugin.routes.frontend.routes_of", None)
+    entered = enter(given)
+    assert entered.cache_salt == expected.cache_salt
+    assert entered.sampling_params.extra_args == expected.sampling_params.extra_args
+    assert type(entered.sampling_params.extra_args["router_replay"]) is bytes
+    other = RouterSpec(16, 4, (0, 1))
+    with pytest.raises(vllm_exceptions.VLLMValidationError, match="rows are those of another model"):
+        enter(extra_arguments(random_routes(5, other), as_text=False))
 
 
 @pytest.mark.parametrize("config", [CONFIG, Qwen3Config()], ids=["experts", "dense"])

@@ -55,7 +55,7 @@ def forced_routing() -> ForcedRouting:
 
 def test_rows_lie_where_their_tokens_do_and_are_free_elsewhere() -> None:
     steps, forcing = Steps(), forced_routing()
-    rows = random_routes(6, SPEC)
+    rows = random_routes(6, SPEC).sorted()
     forcing.fill(steps.step({"free": (0, 3), "forced": (0, 4)}, {"free": None, "forced": rows}))
     assert (forcing.buffer_TLK[:3] == FREE).all()
     assert np.array_equal(forcing.buffer_TLK[3:7].numpy(), rows.ids[:4])
@@ -72,7 +72,7 @@ def test_rows_that_are_written_later_do_not_change_a_copy_that_is_still_under_wa
 ) -> None:
     """Model Runner V2 prepares a step while the device may not have copied the rows of the last one."""
     steps, forcing = Steps(), forced_routing()
-    rows = random_routes(8, SPEC)
+    rows = random_routes(8, SPEC).sorted()
     sources: list[torch.Tensor] = []
 
     def later(_: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
@@ -88,7 +88,7 @@ def test_rows_that_are_written_later_do_not_change_a_copy_that_is_still_under_wa
 
 def test_a_preempted_request_has_its_rows_again() -> None:
     steps, forcing = Steps(), forced_routing()
-    rows = random_routes(4, SPEC)
+    rows = random_routes(4, SPEC).sorted()
     forcing.fill(steps.step({"a": (0, 4)}, {"a": rows}))
     forcing.fill(steps.step({"b": (0, 2)}, {"b": None}))  # a is out of the batch, and still in the table
     forcing.fill(steps.step({"a": (0, 6)}, {}))
@@ -101,7 +101,7 @@ def test_a_preempted_request_has_its_rows_again() -> None:
 
 def test_routers_take_forced_rows_unless_a_pass_forces_none() -> None:
     steps, forcing = Steps(), forced_routing()
-    rows = random_routes(4, SPEC)
+    rows = random_routes(4, SPEC).sorted()
     logits = torch.randn(4, SPEC.num_experts)
 
     def route(hidden: Any, logits: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -194,11 +194,12 @@ def test_all_settings_are_printed() -> None:
     config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
     printed = to_toml(config)
     assert printed.startswith(
-        'replay = "r3"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n[model]\npath = "tiny"\n'
+        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n'
+        '[model]\npath = "tiny"\n'
     )
     assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
     names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]
-    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][5:] == names
+    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][6:] == names
 
 
 def test_several_engines_are_printed_as_tables_in_place_of_the_one(tmp_path: pathlib.Path) -> None:
@@ -277,6 +278,57 @@ def test_refused_with_the_reason_and_the_way_out(settings: str, world_size: int,
     assert head == "these settings cannot work: 1 problem"
     for part in parts:
         assert part in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "parts"),
+    [
+        ("trainer.ulysses=2", 2, ["trainer.ulysses = 2 with trainer.backend", "use megatron.tensor_parallel"]),
+        ("trainer.compile=true", 1, ["trainer.compile = true", "set it to false"]),
+        ("replay=off; model.use_kernels=true", 1, ["model.use_kernels = true", "set it to false"]),
+        ("model.attention=masked", 1, ['model.attention = "masked"', 'set "auto"']),
+        ("model.gradient_checkpointing=reentrant", 1, ['"reentrant"', 'megatron.recompute = "full"']),
+        ("megatron.tensor_parallel=2", 1, ["takes 2 processes, but the run has 1", "start 2 processes"]),
+        (
+            "megatron.tensor_parallel=2; megatron.pipeline_parallel=2",
+            6,
+            ["takes 4 processes, but the run has 6", "or a multiple"],
+        ),
+        ("megatron.expert_parallel=2", 1, ["megatron.expert_parallel = 2", "has 1 of the run's 1 processes"]),
+        (
+            "megatron.expert_parallel=4; megatron.pipeline_parallel=2",
+            4,
+            ["a pipeline stage has 2 of the run's 4 processes", "a divisor"],
+        ),
+    ],
+)
+def test_refused_with_megatron(
+    monkeypatch: pytest.MonkeyPatch, settings: str, world_size: int, parts: list[str]
+) -> None:
+    monkeypatch.setattr("router_replay.rl.config.checks._is_installed", lambda module: True)
+    test_refused_with_the_reason_and_the_way_out(f"trainer.backend=megatron; {settings}", world_size, parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        ("", 1),
+        ("megatron.tensor_parallel=2; megatron.expert_parallel=2; megatron.pipeline_parallel=2", 4),
+        ("megatron.expert_parallel=4; megatron.recompute=full", 8),
+        ("model.dtype=bfloat16; model.router_dtype=float32", 1),
+    ],
+)
+def test_divisions_that_work_with_megatron(monkeypatch: pytest.MonkeyPatch, settings: str, world_size: int) -> None:
+    monkeypatch.setattr("router_replay.rl.config.checks._is_installed", lambda module: True)
+    assert check_config(changed(f"trainer.backend=megatron; {settings}".rstrip("; ")), world_size) == []
+
+
+def test_megatron_that_is_not_installed_or_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router_replay.rl.config.checks._is_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r'needs megatron-core: pip install "megatron-core==0.16.1"'):
+        check_config(changed("trainer.backend=megatron"), 1)
+    with pytest.raises(ConfigError, match=r"\[megatron\] with trainer.backend = \"transformers\""):
+        check_config(changed("megatron.pipeline_parallel=2"), 2)
 
 
 def test_all_reasons_come_at_once() -> None:

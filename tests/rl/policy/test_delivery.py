@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -73,6 +74,43 @@ def test_one_at_a_time_gives_every_sample_a_pass_of_its_own() -> None:
     samples = [sample(number, 4) for number in range(5)]
     [[mini]] = delivery.plan([samples], ranks(0, 1, 1), 64, "raise", True)
     assert [len(micro.whole) for micro in mini.micro] == [4] * 5
+
+
+@given(
+    lengths=st.lists(st.integers(2, 12), min_size=1, max_size=12),
+    shape=st.sampled_from([(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (8, 2, 2)]),
+    max_tokens=st.integers(12, 40),
+)
+def test_blocks_of_rows_hold_every_sample_once_and_are_alike(
+    lengths: list[int], shape: tuple[int, int, int], max_tokens: int
+) -> None:
+    world, tensor, pipeline = shape
+    samples = [sample(number, length) for number, length in enumerate(lengths)]
+    here = Ranks(0, world, 1, torch.device("cpu"), tensor=tensor, pipeline=pipeline)
+    plans = delivery.plan([samples], here, max_tokens, "raise", row_multiple=tensor)
+    shapes = {tuple(micro.whole.cu_seqlens.tolist()) for [mini] in plans for micro in mini.micro}
+    assert len(shapes) == 1
+    [ends] = shapes
+    assert ends[-1] <= max_tokens
+    assert len({end - start for start, end in itertools.pairwise(ends)}) == 1
+    assert ends[1] % tensor == 0
+    replicas: dict[int, list[tuple[int, ...]]] = {}
+    for rank, [mini] in enumerate(plans):
+        assert (mini.tokens, mini.sequences) == (sum(lengths) - len(lengths), len(lengths))
+        assert len(mini.micro) == len(plans[0][0].micro)
+        seen = [tuple(micro.whole.token_ids[micro.label_mask].tolist()) for micro in mini.micro]
+        replica, _ = here.place_of(rank)
+        assert replicas.setdefault(replica, seen) == seen  # all ranks of a replica have the same tokens
+    everything = [token for one in samples for token in one.token_ids[:-1].tolist()]
+    dealt = [token for seen in replicas.values() for tokens in seen for token in tokens]
+    assert sorted(dealt) == sorted(everything)
+
+
+def test_the_ranks_of_a_replica_stand_as_megatron_places_them() -> None:
+    here = Ranks(0, 8, 1, torch.device("cpu"), tensor=2, pipeline=2)  # two replicas: ranks 0 1 4 5 and 2 3 6 7
+    assert [here.place_of(rank) for rank in range(8)] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
+    ]  # fmt: skip
 
 
 def test_episodes_are_dealt_whole_and_the_same_seed_deals_alike() -> None:

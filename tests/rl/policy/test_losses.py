@@ -22,6 +22,7 @@ from router_replay.rl.policy.losses import (
     LossSums,
     Slots,
     Totals,
+    age_weight,
     clipped_surrogate,
     constant_mean,
     importance_weight,
@@ -57,6 +58,7 @@ def four_tokens(**changes: Any) -> Slots:
         advantages=floats(1, 1, 1, -1),
         mask=torch.tensor([True] * 4),
         sequences=torch.tensor([5, 5, 5, 9]),
+        ages=torch.tensor([0, 1, 2, 1]),
     )
     return dataclasses.replace(slots, **changes)
 
@@ -70,6 +72,21 @@ def gradient(loss: Tensor, slots: Slots) -> list[float]:
 
 
 # -- values by hand -------------------------------------------------------------------------------
+
+
+def test_a_token_counts_less_the_older_it_is_or_not_at_all() -> None:
+    """Ages 0, 1, 2 and 1; the mean still divides by all tokens."""
+    assert age_weight(torch.tensor([0, 1, 2, 5]), 0.5, 0).tolist() == [1, 0.5, 0.25, 0.03125]
+    assert age_weight(torch.tensor([0, 1, 2, 5]), 0.5, 2).tolist() == [1, 0.5, 0.25, 0]
+    assert age_weight(torch.tensor([0, 1, -1]), 0.0, 0).tolist() == [1, 0, 1]  # of lost weights: never above 1
+    slots = four_tokens()
+    whole = gradient(policy_loss(slots, GRPO, TOTALS)[0], slots)
+    assert any(whole)
+    for factor, limit, weights in ((0.5, 0, [1, 0.5, 0.25, 0.5]), (1.0, 1, [1, 1, 0, 1]), (0.0, 0, [1, 0, 0, 0])):
+        config = GRPO.model_copy(update={"age_weight": factor, "max_age": limit})
+        slots = four_tokens()
+        found = gradient(policy_loss(slots, config, TOTALS)[0], slots)
+        assert found == pytest.approx([weight * value for weight, value in zip(weights, whole, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -273,6 +290,7 @@ def mini_batches(draw: st.DrawFn) -> tuple[Slots, list[list[int]], list[int]]:
         mask=torch.tensor(mask),
         sequences=torch.tensor(sequences),
         reference_logprobs=reference,
+        ages=torch.from_numpy(generator.integers(0, 4, size)),
     )
     home = {number: draw(st.integers(0, 2)) for number in [*numbers, -1]}
     split = [[slot for slot in range(size) if home[sequences[slot]] == micro] for micro in range(3)]

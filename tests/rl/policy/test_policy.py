@@ -16,8 +16,9 @@ from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError, TrainError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.policy import delivery
+from router_replay.rl.policy.base import Scored
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.policy import Policy, Scored
+from router_replay.rl.policy.policy import Policy
 from router_replay.rl.processes.ranks import Ranks, join, leave
 
 ONE = Ranks(0, 1, 1, torch.device("cpu"))

@@ -46,7 +46,7 @@ RAISES = {
 def load(*_):
     raise KeyError("the second rank fell over")
 if second:
-    run.Policy = load
+    run.make_policy = load
 """,
     "score": """
 def score(*_):

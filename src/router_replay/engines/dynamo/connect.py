@@ -27,6 +27,10 @@ ATTEMPTS = 3  # to see a row: vLLM up to 0.30 can lose those of an answer, above
 _PROBE = Request((0,), Sampling(max_tokens=1, temperature=1.0, ignore_eos=True), id="the first request")
 _ONLY_THE_LIKELIEST = {"top_k": 1}
 CERTAIN = -1e-6
+_NO_KEEPING = (
+    "requests that are kept over a weight change need the plugin in the workers, which says which tokens come from "
+    "which version"
+)
 _OWN_RELOAD = (
     "without it, weights are loaded by vLLM's own reload, which reports success and loads wrong experts on a CPU. If "
     "the workers run on GPUs, pass gpu_workers=True"
@@ -240,6 +244,7 @@ def _found(
             start=not probe.no_generate or probe.prompt_start,
             versions=report is not None or own_reload,
             checked_weights=report is not None,
+            cannot_keep="" if report is not None else _NO_KEEPING,
             why_not="; ".join(reason for reason in reasons if reason),
         ),
         generate=not probe.no_generate,

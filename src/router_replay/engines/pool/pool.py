@@ -386,11 +386,23 @@ def _source_of(source: Any, name: str) -> WeightSource:
 
 
 def _together(all_of_them: Sequence[Capabilities]) -> Capabilities:
-    """Return what all engines can do; `why_not` has the reasons of those that cannot."""
-    names = ("routes", "forced_routes", "start", "versions", "checked_weights")
-    reasons = dict.fromkeys(can.why_not for can in all_of_them if can.why_not)
-    can = {name: all(getattr(one, name) for one in all_of_them) for name in names}
-    return Capabilities(**can, why_not="; ".join(reasons))
+    """Return what all engines can do, with the reasons of those that cannot."""
+
+    def every(name: str) -> bool:
+        return all(getattr(one, name) for one in all_of_them)
+
+    def reasons(name: str) -> str:
+        return "; ".join(dict.fromkeys(getattr(one, name) for one in all_of_them if getattr(one, name)))
+
+    return Capabilities(
+        routes=every("routes"),
+        forced_routes=every("forced_routes"),
+        start=every("start"),
+        versions=every("versions"),
+        checked_weights=every("checked_weights"),
+        cannot_keep=reasons("cannot_keep"),
+        why_not=reasons("why_not"),
+    )
 
 
 def _same(values: Iterable[tuple[str, T]], what: str) -> T:

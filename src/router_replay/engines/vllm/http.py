@@ -220,7 +220,12 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
     if status != 200:
         lacks.append(_NO_PAUSE)
     capabilities = Capabilities(
-        routes=True, forced_routes=False, start=True, versions=not stock.why_not, why_not="; ".join(lacks)
+        routes=True,
+        forced_routes=False,
+        start=True,
+        versions=not stock.why_not,
+        cannot_keep=f"requests that are kept over a weight change need the plugin: {reason}",
+        why_not="; ".join(lacks),
     )
     stops = end_of_sequence_ids(generation_config) or end_of_sequence_ids(config)
     model = ServedModel(spec, vocabulary, stops)

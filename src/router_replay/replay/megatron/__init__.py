@@ -2,6 +2,7 @@
 
 from router_replay.batch.megatron import MegatronLayout as MegatronLayout
 from router_replay.batch.megatron import Share as Share
+from router_replay.replay.megatron.native import install as install
 from router_replay.replay.megatron.replayer import MegatronReplay as MegatronReplay
 
-__all__ = ["MegatronLayout", "MegatronReplay", "Share"]
+__all__ = ["MegatronLayout", "MegatronReplay", "Share", "install"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from router_replay.batch.megatron import Share
-from router_replay.batch.tensors import TensorRoutes
+from router_replay.batch.tensors import TensorRoutes, on_device
 from router_replay.errors import ReplayError, shorten
 from router_replay.replay.megatron.routers import Chunk
 from router_replay.replay.megatron.site import MicroBatchPlan, RouterSite, Use
@@ -55,7 +55,7 @@ class Schedule:
         assert isinstance(plan, MicroBatchPlan)
         plan.use = Use(number, torch.is_grad_enabled())
         plan.sequences = share.sequences
-        plan.padding_T = None if share.padding is None else torch.from_numpy(share.padding.copy()).to(device)
+        plan.padding_T = None if share.padding is None else on_device(share.padding, device)
         return plan
 
     def done(self, chunk: Chunk, plan: MicroBatchPlan) -> None:

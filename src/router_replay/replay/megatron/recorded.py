@@ -103,7 +103,8 @@ class MegatronRecorded:
         ids_TLK = torch.stack([column[number] for one in self._recordings for column in one.pieces], dim=1)
         captured = torch.ones(len(ids_TLK), dtype=torch.bool, device=ids_TLK.device)
         spec = self._found.spec.select(self._found.layout.layers)
-        return Share(TensorRoutes(ids_TLK, captured, spec, True), positions * sequences, sequences)
+        rows = TensorRoutes(ids_TLK, captured, spec, True)
+        return Share(rows, positions * sequences, sequences, layout=self._found.layout)
 
 
 def refuse_unknown_boundaries(layout: MegatronLayout, sequences: int, boundaries: np.ndarray | None) -> None:

@@ -221,6 +221,11 @@ class MegatronReplay:
                     f"micro-batch {number}: this Share was cut for another rank or model: expected the layers "
                     f"{self.layout.layers}, got {own}"
                 )
+            if entry.layout is not None and entry.layout != self.layout:
+                raise ReplayError(
+                    f"micro-batch {number}: this Share was cut for another rank: expected {self.layout}, got "
+                    f"{entry.layout}"
+                )
         try:
             if isinstance(entry, Share):
                 return self._with_masks(entry, on_missing, loss_mask, idle, padding)

@@ -122,8 +122,8 @@ class RouterSite(Wrapper):
             self.shape = (logits.shape[0], logits.shape[1])
         choice = self._choice(plan, first_time, logits)
         padding_mask = _with_padding(plan, padding_mask, logits)
-        count = _count_without_padding(self.module) if padding_mask is not None else NO_CHANGE
-        with _swapped(self.module, router_replay=choice, _apply_expert_bias=count):
+        count = count_without_padding(self.module) if padding_mask is not None else NO_CHANGE
+        with swapped(self.module, router_replay=choice, _apply_expert_bias=count):
             out = self.original(logits, *args, padding_mask=padding_mask, **kwargs)
         self._note(plan, first_time, choice)
         return out
@@ -191,8 +191,8 @@ def _with_padding(plan: MicroBatchPlan | None, given: Tensor | None, logits: Ten
     return own if given is None else own | given.bool()
 
 
-def _count_without_padding(module: nn.Module) -> Callable[..., None]:
-    """Return a replacement of `_apply_expert_bias` that leaves padding out of the counts.
+def count_without_padding(module: nn.Module) -> Callable[..., None]:
+    """Return a replacement of `_apply_expert_bias` of the router `module` that leaves padding out of the counts.
 
     That of megatron-core 0.16.1 combines a map [T, E] with a mask [T], which fails or masks experts instead of tokens.
     """
@@ -205,8 +205,8 @@ def _count_without_padding(module: nn.Module) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _swapped(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Set attributes of the module's own __dict__ for one call, and restore them after it."""
+def swapped(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Set `attributes` of the module's own __dict__ for one call, and restore them after it."""
     before = {name: module.__dict__.get(name, NO_CHANGE) for name in attributes}
     module.__dict__.update({name: value for name, value in attributes.items() if value is not NO_CHANGE})
     try:

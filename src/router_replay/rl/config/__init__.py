@@ -9,6 +9,7 @@ reads and writes TOML text.
 """
 
 from router_replay.rl.config.blocks import (
+    AsynchronousConfig,
     Block,
     CheckpointConfig,
     ClusterConfig,
@@ -17,6 +18,7 @@ from router_replay.rl.config.blocks import (
     LoggingConfig,
     LossConfig,
     LossKind,
+    MegatronConfig,
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
@@ -30,6 +32,7 @@ from router_replay.rl.config.checks import check_config
 from router_replay.rl.config.load import config_error, load_config, to_toml
 
 __all__ = [
+    "AsynchronousConfig",
     "Block",
     "CheckpointConfig",
     "ClusterConfig",
@@ -38,6 +41,7 @@ __all__ = [
     "LoggingConfig",
     "LossConfig",
     "LossKind",
+    "MegatronConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ReferenceConfig",

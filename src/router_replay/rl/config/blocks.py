@@ -244,6 +244,14 @@ class LossConfig(Block):
     (`"sequence"`). Do not set it for the other kinds, which have their own mean"""
     truncated_importance: NonNegativeFloat = 0.0
     """the largest importance weight old / rollout of a token, 1 or more; 0 switches the weight off"""
+    old: Literal["policy", "rollout"] = "policy"
+    """where the old log-probs come from: `"policy"` computes them before the updates of a step, with the weights of
+    that moment; `"rollout"` takes those of the engine and skips this pass"""
+    age_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """the loss of a token is multiplied by this number to the power of its age in policy versions; 0 removes the loss
+    of every token that was not sampled by the version being updated"""
+    max_age: NonNegativeInt = 0
+    """tokens older than this many policy versions have no loss; 0: no such limit"""
 
 
 class OptimizerConfig(Block):
@@ -266,6 +274,9 @@ class OptimizerConfig(Block):
 class TrainerConfig(Block):
     """How the trainer's passes run."""
 
+    backend: Literal["transformers", "megatron"] = "transformers"
+    """the library that runs the policy: `"transformers"`, or `"megatron"` (Megatron-core, for Qwen3-MoE models; see
+    docs/megatron.md)"""
     max_tokens: PositiveInt = 8192
     """the maximum number of tokens of one packed forward pass, padding included; a larger mini-batch takes several
     passes, and their gradients are added"""
@@ -280,6 +291,20 @@ class TrainerConfig(Block):
     """a run of several processes ends when none of them makes progress for this many seconds"""
 
 
+class MegatronConfig(Block):
+    """How `trainer.backend = "megatron"` divides the model over the processes."""
+
+    tensor_parallel: PositiveInt = 1
+    """the number of ranks that share each layer, with sequence parallelism"""
+    expert_parallel: PositiveInt = 1
+    """the number of ranks that share the experts of each layer"""
+    pipeline_parallel: PositiveInt = 1
+    """the number of pipeline stages"""
+    recompute: Literal["off", "full", "moe"] = "off"
+    """compute activations again in the backward pass, with the routes of the forward pass: those of every layer
+    (`"full"`), those of the MoE layers (`"moe"`), or none (`"off"`)"""
+
+
 class ReferenceConfig(Block):
     """The reference model of the KL penalty."""
 
@@ -289,6 +314,42 @@ class ReferenceConfig(Block):
     """the reference model's folder; empty: the policy at the start of the run"""
     replay: bool = False
     """replay the policy's experts in the reference model"""
+
+
+class AsynchronousConfig(Block):
+    """How rollouts run beside the trainer, with `loop = "async"`. `docs/async.md` explains them."""
+
+    max_staleness: NonNegativeInt = 1
+    """the largest age of a token in policy versions: the version that an update changes minus the version that sampled
+    the token"""
+    staleness: str = "strict"
+    """who decides what may start and what is too old: `"strict"` (no token older than max_staleness is trained),
+    `"admission"` (AReaL's rule: too much is not started, but what takes long is trained at any age), or
+    `"module:Class"` (your own)"""
+    on_new_weights: Literal["resume", "keep", "recompute"] = "resume"
+    """what happens to answers in progress when the weights change: `"resume"` aborts them and continues them with the
+    recorded experts forced, `"keep"` continues them with the keys and values of the old weights, `"recompute"` aborts
+    them and continues them with experts that the new weights choose"""
+    drop_without_signal: bool = False
+    """drop groups whose episodes all got the same reward, and play other groups in their place"""
+    oversample: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """start more groups than the rule of staleness admits: 1.5 for half a step's groups more"""
+    max_in_flight: NonNegativeInt = 0
+    """the maximum number of episodes in progress; 0: only the rule of staleness limits them"""
+    max_ready: NonNegativeInt = 0
+    """start no group while this many finished ones wait for the trainer; 0: only the rule of staleness limits them"""
+    environment_threads: PositiveInt = 8
+    """the number of threads in which environments and reward functions run"""
+
+    @field_validator("staleness")
+    @classmethod
+    def _short_name_or_class(cls, name: str) -> str:
+        module, _, own = name.partition(":")
+        if name not in ("strict", "admission") and not (module and own):
+            raise ConfigError(
+                f"expected 'strict', 'admission' or \"module:Class\" for a class of your own, got {name!r:.80}"
+            )
+        return name
 
 
 class ClusterConfig(Block):
@@ -341,6 +402,9 @@ class TrainConfig(Block):
     replay: ReplayMode = "r3"
     """`"off"`; `"r2"`: record the experts of the old-policy pass and replay them in the update; `"r3"`: replay the
     rollout's experts in both"""
+    loop: Literal["sync", "async"] = "sync"
+    """`"sync"`: a step samples its episodes and then trains on them; `"async"`: episodes are sampled without a pause
+    while the trainer trains"""
     seed: NonNegativeInt = 0
     """the random seed for prompts, sampling and the order of episodes"""
     steps: PositiveInt = 20
@@ -354,9 +418,11 @@ class TrainConfig(Block):
     engine: EngineConfig = EngineConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    megatron: MegatronConfig = MegatronConfig()
     reference: ReferenceConfig = ReferenceConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

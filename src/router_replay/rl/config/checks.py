@@ -8,11 +8,12 @@ Whether the engine captures routes is checked later, by `engine_start.py`, when 
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 from collections.abc import Iterator
 
 from router_replay.engines.stale import stale_reasons
-from router_replay.rl.config.blocks import TINY, ClusterConfig, EngineConfig, TrainConfig
+from router_replay.rl.config.blocks import TINY, AsynchronousConfig, ClusterConfig, EngineConfig, TrainConfig
 from router_replay.rl.config.load import config_error
 
 
@@ -25,7 +26,9 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_with_replay(config),
         *_refused_engine_arguments(config),
         *_refused_losses(config),
+        *_refused_asynchronous(config),
         *_refused_sizes(config, world_size),
+        *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
         *_refused_engines(config),
         *_refused_cluster(config),
@@ -81,6 +84,16 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
             f"loss.truncated_importance = {loss.truncated_importance}: a cap below 1 shrinks every token's loss, also "
             "where engine and trainer agree; set 1 or more, or 0 for no weight"
         )
+    if loss.old == "rollout" and loss.truncated_importance:
+        yield (
+            f'loss.truncated_importance = {loss.truncated_importance} with loss.old = "rollout": the weight old / '
+            'rollout would be 1 everywhere; set it to 0, or loss.old = "policy"'
+        )
+    if loss.old == "rollout" and config.replay == "r2":
+        yield (
+            'loss.old = "rollout" with replay = "r2": R2 records the experts in the pass that this setting skips; set '
+            'loss.old = "policy", or replay = "r3"'
+        )
     if loss.kind != "grpo" and "normalize" in loss.model_fields_set:
         yield (
             f'loss.normalize = "{loss.normalize}" with loss.kind = "{loss.kind}", which has a mean of its own; '
@@ -90,6 +103,26 @@ def _refused_losses(config: TrainConfig) -> Iterator[str]:
         yield (
             f"rollout.group = {config.rollout.group}: an advantage compares an episode with the others of its problem, "
             "so the advantage of a single episode is always 0; set 2 or more"
+        )
+
+
+def _refused_asynchronous(config: TrainConfig) -> Iterator[str]:
+    settings, rollout = config.asynchronous, config.rollout
+    if config.loop == "sync":
+        changed = [name for name, value in settings if value != getattr(AsynchronousConfig(), name)]
+        if changed:
+            names = ", ".join(f"asynchronous.{name}" for name in changed)
+            yield f'{names} with loop = "sync", which does not read them; set loop = "async", or leave them out'
+        return
+    if 0 < settings.max_in_flight < rollout.group:
+        yield (
+            f"asynchronous.max_in_flight = {settings.max_in_flight}: a group of rollout.group = {rollout.group} "
+            "episodes starts together; set at least this many, or 0 for no limit"
+        )
+    if 0 < settings.max_ready < rollout.prompts:
+        yield (
+            f"asynchronous.max_ready = {settings.max_ready}: a step needs rollout.prompts = {rollout.prompts} groups, "
+            "so the trainer would wait forever; set at least this many, or 0 for no limit"
         )
 
 
@@ -112,6 +145,68 @@ def _refused_sizes(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"optimizer.mini_batches = {config.optimizer.mini_batches}: each needs at least one episode, "
             f"and a step has {episodes} (rollout.prompts * rollout.group); set at most {episodes}"
         )
+
+
+def _refused_with_megatron(config: TrainConfig, world_size: int) -> Iterator[str]:
+    trainer, model, megatron = config.trainer, config.model, config.megatron
+    if trainer.backend != "megatron":
+        if megatron != type(megatron)():
+            yield (
+                f'[megatron] with trainer.backend = "{trainer.backend}", which does not divide the model in this way; '
+                'leave the block out, or set trainer.backend = "megatron"'
+            )
+        return
+    backend = 'trainer.backend = "megatron"'
+    if not _is_installed("megatron.core"):
+        yield f"{backend} needs megatron-core: {_how_to_install_megatron()}"
+    unsupported = (
+        (
+            trainer.ulysses > 1,
+            f"trainer.ulysses = {trainer.ulysses}",
+            "use megatron.tensor_parallel, and set ulysses = 1",
+        ),
+        (trainer.compile, "trainer.compile = true", "Megatron's layers are not compiled here; set it to false"),
+        (model.use_kernels, "model.use_kernels = true", "the kernels are those of transformers; set it to false"),
+        (
+            model.attention != "auto",
+            f'model.attention = "{model.attention}"',
+            'Megatron runs its own attention on rows of one sequence each; set "auto"',
+        ),
+        (
+            model.gradient_checkpointing != "off",
+            f'model.gradient_checkpointing = "{model.gradient_checkpointing}"',
+            'set "off", and megatron.recompute = "full"',
+        ),
+    )
+    for found, setting, remedy in unsupported:
+        if found:
+            yield f"{setting} with {backend}: {remedy}"
+    replica = megatron.tensor_parallel * megatron.pipeline_parallel
+    if world_size % replica:
+        yield (
+            f"megatron.tensor_parallel = {megatron.tensor_parallel} and megatron.pipeline_parallel = "
+            f"{megatron.pipeline_parallel}: one copy of the model takes {replica} processes, but the run has "
+            f"{world_size}; start {replica} processes (torchrun --nproc-per-node) or a multiple"
+        )
+    elif (world_size // megatron.pipeline_parallel) % megatron.expert_parallel:
+        yield (
+            f"megatron.expert_parallel = {megatron.expert_parallel}: a pipeline stage has "
+            f"{world_size // megatron.pipeline_parallel} of the run's {world_size} processes, which is not a multiple; "
+            "the experts of a stage are shared by its processes, so set a divisor of their number"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that the module would be in is missing
+        return False
+
+
+def _how_to_install_megatron() -> str:
+    from router_replay.replay.megatron.routers import TESTED  # imports torch, which printing a config does not need
+
+    return f'pip install "megatron-core=={TESTED}" (the version that was tested)'
 
 
 def _refused_absences(config: TrainConfig) -> Iterator[str]:
@@ -208,6 +303,13 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
                 "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
                 "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32 computes in float32"
             )
+    loss = config.loss
+    if config.loop == "async" and loss.old == "policy" and not loss.truncated_importance:
+        yield (
+            'loop = "async" with loss.old = "policy" and loss.truncated_importance = 0: tokens of older versions are '
+            "trained as if the version being updated had sampled them; set loss.truncated_importance = 2, or "
+            'loss.old = "rollout"'
+        )
     longest, slots = config.max_length, config.trainer.max_tokens
     if longest > slots:
         yield (

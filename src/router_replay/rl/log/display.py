@@ -34,12 +34,20 @@ COLUMNS: tuple[tuple[str, str, Kind], ...] = (
     ("of peak", "trainer/peak_share", "share"),
     ("seconds", "seconds/step", "seconds"),
 )
+ASYNC_COLUMNS: tuple[tuple[str, str, Kind], ...] = (
+    *COLUMNS[:-1],
+    ("age", "async/staleness_mean", "plain"),
+    ("waits", "async/trainer_idle", "share"),
+    ("engine idle", "async/engine_idle", "share"),
+    COLUMNS[-1],
+)
 
 
 class Display:
     """Show the progress of one run of `steps` steps, of which `done` were finished by an earlier process.
 
-    `title` is shown before the progress. `console` and `clock` can be replaced in tests.
+    `title` is shown before the progress. `console` and `clock` can be replaced in tests. `columns` are the metrics to
+    show: the label, the name and the kind of number of each.
     """
 
     def __init__(
@@ -49,10 +57,12 @@ class Display:
         console: Console | None = None,
         done: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        columns: tuple[tuple[str, str, Kind], ...] = COLUMNS,
     ) -> None:
         # With variables like FORCE_COLOR, rich would treat a log file as a terminal, so ask the file itself.
         self._console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
         self._steps, self._title, self._done, self._clock = steps, _printable(title), done, clock
+        self._columns = columns
         self._phase = "starting"
         self._step_began = clock()
         # These lists are replaced, never changed in place, because rich draws from another thread.
@@ -86,10 +96,10 @@ class Display:
         now = self._clock()
         self._seconds = [*self._seconds, values.get("seconds/step", now - self._step_began)][-ETA_STEPS:]
         self._step_began = now
-        texts = [number(values.get(name), kind) for _, name, kind in COLUMNS]
+        texts = [number(values.get(name), kind) for _, name, kind in self._columns]
         self._rows = [*self._rows, (step, texts)][-SHOWN_ROWS:]
         if self._live is None:
-            named = (f"{label} {text}" for (label, *_), text in zip(COLUMNS, texts, strict=True))
+            named = (f"{label} {text}" for (label, *_), text in zip(self._columns, texts, strict=True))
             self._line("  ".join([f"{self._title} {self._count()}", *named, f"left {self._time_left()}"]))
 
     def fact(self, text: str) -> None:
@@ -126,7 +136,7 @@ class Display:
         if not self._rows:
             return head
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for label in ("step", *(label for label, *_ in COLUMNS)):
+        for label in ("step", *(label for label, *_ in self._columns)):
             table.add_column(label, justify="right", no_wrap=True)
         for step, texts in self._rows:
             table.add_row(str(step + 1), *texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from router_replay.engines.base import Engine
+from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
@@ -21,13 +23,18 @@ from router_replay.rl.loop.phases import Phases
 from router_replay.rl.loop.speed import Speed
 from router_replay.rl.loop.step_values import step_values
 from router_replay.rl.policy import delivery
+from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.policy import Policy
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.rollout.episodes import samples_of
+from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
+from router_replay.rl.rollout.stream import RolloutStream, version_figures
+from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
+from router_replay.rl.state.journal import Journal
+from router_replay.rl.state.journal import read as read_journal
 from router_replay.rl.state.run_record import record_of
 
 
@@ -47,40 +54,65 @@ class FirstRank:
     ) -> None:
         self._config = config
         self._rollout: Rollout | None = None
+        self._stream: RolloutStream | None = None  # with loop = "async"
+        self._taken: list[Episode] = []  # of the running step, from the stream
         self._lengths: list[int] = []  # of the sequences of the running step
         self._task = make_task(config.environment, tokenizer, config.seed)
         notes = check_prompt_lengths(self._task, config)
+        self._saved = _saved_rollouts(config, progress)
         self.record, changes = record_of(config, self._task, checkpoint, progress.step)
         for text in [*notes, *changes]:
             note(text)
 
     def start(
         self,
-        policy: Policy,
+        policy: BasePolicy,
         state: Mapping[str, torch.Tensor],
         progress: Progress,
         display: Display | Quiet,
         closing: contextlib.ExitStack,
+        on_turn: Callable[[], object] = lambda: None,
     ) -> None:
-        """Open the metrics and start the engine with the weights of `state`. `closing` closes both."""
+        """Open the metrics and start the engine with the weights of `state`. `closing` closes both.
+
+        With `loop = "async"` rollouts start too; `on_turn` is called after each of their turns.
+        """
         config, self._policy, self._display = self._config, policy, display
         self._speed = Speed(config, policy)
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
-        self._sync = EngineSet(config, policy.model, policy.replayer.router_names)
+        self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
-        self.engine: Engine = closing.enter_context(self._sync.start(state, policy.replayer.spec, progress.version))
+        self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
+        if config.loop == "async":
+            self._stream = closing.enter_context(self._open_stream(progress, on_turn))
+
+    def _open_stream(self, progress: Progress, on_turn: Callable[[], object]) -> RolloutStream:
+        """Return the stream of rollouts, with what an earlier process left in the journal."""
+        config, journal = self._config, Journal(self._config.output)
+        finished: list[tuple[int, int, Episode]] = []
+        if progress.rollouts is not None:
+            finished = read_journal(config.output, progress.step, progress.version, self.engine.spec)
+        stream = RolloutStream(
+            self.engine, self._task, config, journal, self._saved, finished, version=progress.version, on_turn=on_turn
+        )
+        stream.begin_journal(progress.step)
+        return stream
 
     @property
     def episodes(self) -> list[Episode]:
         """Return the rollouts of the running step; the list is empty once the step's metrics are written."""
-        return [] if self._rollout is None else self._rollout.episodes
+        return self._taken if self._rollout is None else self._rollout.episodes
 
     def play(self, progress: Progress, ranks: Ranks, phases: Phases) -> list[Episode]:
         """Play this step's problems and return the rollouts with their rewards."""
         config, first = self._config, progress.problem
         self._rollout = None  # the rollouts of the last step were already used
+        if self._stream is not None:
+            with phases.phase("rollout"):
+                self._taken = self._stream.take(progress.version)
+            return self._taken
         problems = [
             number % self._task.problems if self._task.problems else number
             for number in range(first, first + config.rollout.prompts)
@@ -108,11 +140,34 @@ class FirstRank:
         self._lengths = [len(sample) for sample in samples]
         parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, progress.step))
         on_missing = config.rollout.on_missing if config.replay == "r3" else "live"  # otherwise only for comparison
-        return delivery.plan(parts, ranks, config.trainer.max_tokens, on_missing, self._policy.one_at_a_time)
+        policy, most = self._policy, config.trainer.max_tokens
+        return delivery.plan(
+            parts, ranks, most, on_missing, policy.one_at_a_time, policy.row_multiple, version=progress.version
+        )
 
     def push(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Give the engine the new weights."""
-        self._sync.push(self.engine, state, version)
+        if self._stream is None:
+            self._sync.push(self.engine, state, version)
+        else:
+            self._stream.new_weights(version, lambda kept: self._sync.push(self.engine, state, version, kept))
+
+    def for_checkpoint(self, progress: Progress) -> Progress:
+        """Return the progress with the state of the rollouts, whose finished episodes are then in the journal."""
+        if self._stream is None:
+            return progress
+        state = self._stream.snapshot(progress.step)
+        return dataclasses.replace(progress, problem=state.next_group, rollouts=state.as_json())
+
+    def checkpoint_is_written(self) -> None:
+        """Remove the parts of the journal that no checkpoint on disk needs."""
+        if self._stream is not None and (kept := checkpoints.found(self._config.output)):
+            self._stream.prune_journal(int(kept[0].name.partition("_")[2]))
+
+    def stop(self) -> None:
+        """End the rollouts. Finished episodes stay in the journal for a later `--resume`."""
+        if self._stream is not None:
+            self._stream.stop()
 
     def report(
         self,
@@ -126,8 +181,25 @@ class FirstRank:
         """Write and show the metrics of the step that was just done."""
         values = step_values(self._config, self.episodes, figures, logprobs, routes)
         values |= {"version": progress.version, **seconds}
+        if self._stream is not None:
+            values |= self._stream.figures()
+            values |= version_figures(self.episodes, progress.version - 1)
+            values["async/trainer_idle"] = seconds["seconds/rollout"] / seconds["seconds/step"]
         values["tokens_per_second"] = values["tokens"] / seconds["seconds/step"]
         values |= self._speed.of_step(self._lengths, seconds, ranks)
         self._writer.write(progress.step - 1, values)
         self._display.step(progress.step - 1, values)
-        self._rollout = None
+        self._rollout, self._taken = None, []
+
+
+def _saved_rollouts(config: TrainConfig, progress: Progress) -> StreamState:
+    """Return the state of the rollouts in the checkpoint; that of a new run if there is none."""
+    if progress.rollouts is None:
+        return StreamState(Ledger(), progress.problem)
+    state = StreamState.read(progress.rollouts)
+    if config.loop == "sync" and state.open:
+        raise ConfigError(
+            f'loop = "sync": the checkpoint has {len(state.open)} groups of episodes that were started and not '
+            'trained, which only loop = "async" takes over; set it back, or set another output'
+        )
+    return state

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from router_replay.errors import RouterReplayError, TrainError
 from router_replay.rl.loop.run import Run
-from router_replay.rl.policy.policy import NotFiniteError
+from router_replay.rl.policy.base import NotFiniteError
 from router_replay.rl.rollout.episodes import save_episodes
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import CheckpointError
@@ -66,7 +66,9 @@ def _save_what_there_is(run: Run, between_updates: bool) -> str:
     output, step = run.config.output, run.progress.step
     said = []
     touched = run.policy.updates != run.progress.updates or (run.updating and not between_updates)
-    if touched and between_updates and run.saved_step != step:
+    # Episodes of a finished update must not be trained again, which the asynchronous loop promises.
+    repeats = run.config.loop == "sync"
+    if touched and between_updates and repeats and run.saved_step != step:
         run.progress = dataclasses.replace(run.progress, updates=run.policy.updates)
         run.save()
         said.append(

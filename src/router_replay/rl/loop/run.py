@@ -1,7 +1,7 @@
 """Hold one rank's state of a run from start to end, and the operations that every loop uses.
 
-A loop (`sync.py`) is the algorithm; everything it needs is here: the policy, the first rank's work, the progress, and
-the checkpoints.
+A loop (`sync.py`, `asynchronous.py`) is the algorithm; everything it needs is here: the policy, the first rank's work,
+the progress, and the checkpoints.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 from router_replay.errors import ConfigError, TrainError
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.log.display import Display, Quiet
+from router_replay.rl.log.display import ASYNC_COLUMNS, COLUMNS, Display, Quiet
 from router_replay.rl.loop.first_rank import FirstRank
 from router_replay.rl.loop.phases import Phases
 from router_replay.rl.policy import delivery
+from router_replay.rl.policy.backends import make_policy
+from router_replay.rl.policy.base import Scored, old_and_rollout
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.models import LoadError, load_tokenizer, model_folder, whole_state
-from router_replay.rl.policy.policy import Policy, Scored, old_and_rollout
+from router_replay.rl.policy.models import LoadError, load_tokenizer, model_folder
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
@@ -43,9 +44,10 @@ class Run:
         self.progress = Progress() if checkpoint is None else checkpoints.read_progress(checkpoint)
         self.saved_step = self.progress.step if checkpoint is not None else None
         title = f"{config.output.name}: replay {config.replay}"
+        columns = ASYNC_COLUMNS if config.loop == "async" else COLUMNS
         self.display: Display | Quiet = Quiet()
         if here.is_first:
-            self.display = Display(config.steps, title, done=self.progress.step)
+            self.display = Display(config.steps, title, done=self.progress.step, columns=columns)
         self.phases = Phases(self.display, here.watch)
         self._closing.enter_context(self.display)
         here.watch.give_up = self._closing.close
@@ -53,10 +55,11 @@ class Run:
             for warning in warnings:
                 self.display.note(warning)
             self._load(checkpoint)
-            state = whole_state(self.policy.model)
+            state = self.policy.whole_weights()
             if self.first is not None:
                 self.phases.say("starting the engine")
-                self.first.start(self.policy, state, self.progress, self.display, self._closing)
+                on_turn = self.ranks.watch.beat
+                self.first.start(self.policy, state, self.progress, self.display, self._closing, on_turn)
 
     def _load(self, checkpoint: pathlib.Path | None) -> None:
         """Load the problems, the settings, the model and the checkpoint.
@@ -71,7 +74,8 @@ class Run:
             if self.ranks.is_first:
                 note = self.display.note
                 self.first = FirstRank(self.config, self._tokenizer, checkpoint, self.progress, note)
-            self.policy = Policy(self.config, self.ranks, folder)
+            self.policy = make_policy(self.config, self.ranks, folder)
+            self._closing.callback(self.policy.close)
             self.display.fact(f"attention: {self.policy.attention}")
         except LoadError as error:
             raise (error if checkpoint is None else checkpoints.damaged(checkpoint, error.file, error)) from error
@@ -104,7 +108,7 @@ class Run:
 
     def push(self) -> BaseException | None:
         """Give the engine the new weights. A failure is returned, because the step's metrics must still be written."""
-        state = whole_state(self.policy.model)
+        state = self.policy.whole_weights()
         return self.on_first(lambda first: first.push(state, self.progress.version))[1]
 
     def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:
@@ -119,7 +123,10 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the current state."""
         with self.phases.phase("checkpoint"):
-            self.save_to(self.config.output, self.progress, self.config.checkpoint.keep)
+            progress = self.progress if self.first is None else self.first.for_checkpoint(self.progress)
+            self.save_to(self.config.output, progress, self.config.checkpoint.keep)
+            if self.first is not None:
+                self.first.checkpoint_is_written()
         self.saved_step = self.progress.step
 
     def save_to(self, output: pathlib.Path, progress: Progress, keep: int) -> None:

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from router_replay.rl.config import TrainConfig
+from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.policy.operations import Operations, peak_of
-from router_replay.rl.policy.policy import Policy
 from router_replay.rl.processes.ranks import Ranks
 
 
 class Speed:
     """Measure the trainer of a run. Only the first rank has this object; its ranks are alike."""
 
-    def __init__(self, config: TrainConfig, policy: Policy) -> None:
-        self._reference = bool(config.reference.kl)
-        self._operations = Operations(policy.model, policy.replayer.spec)
+    def __init__(self, config: TrainConfig, policy: BasePolicy) -> None:
+        self._reference, self._scored = bool(config.reference.kl), config.loss.old == "policy"
+        self._operations = Operations(policy.model, policy.spec)
 
     def of_step(self, lengths: Sequence[int], seconds: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """Return the figures of a step by the names of the metrics.
@@ -28,7 +28,7 @@ class Speed:
         the last call.
         """
         trained = seconds["seconds/score"] + seconds["seconds/update"]
-        rate = self._operations.step(lengths, self._reference) / trained / ranks.world
+        rate = self._operations.step(lengths, self._reference, self._scored) / trained / ranks.world
         values = {
             "trainer/tokens_per_second": sum(lengths) / trained,
             "trainer/tflops": rate / 1e12,

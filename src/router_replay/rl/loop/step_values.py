@@ -25,16 +25,19 @@ def step_values(
     `figures` has one entry per mini-batch. `logprobs` has one [2, tokens] array per rank: the old and the rollout
     log-probs.
     """
-    old, rollout = np.concatenate(logprobs, axis=1)
-    gap = logprob_gap(old, rollout)
     values = episode_figures(episodes)
     values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
+    if config.loss.old == "policy":  # otherwise nothing was computed that could be compared with the rollout
+        old, rollout = np.concatenate(logprobs, axis=1)
+        gap = logprob_gap(old, rollout)
+        values |= {
+            "mismatch/k1": gap.k1,
+            "mismatch/k3": gap.k3,
+            "mismatch/abs_mean": gap.abs_mean,
+            "mismatch/abs_max": gap.abs_max,
+            "mismatch/extreme_tau2": gap.extreme(2.0),
+        }
     values |= {
-        "mismatch/k1": gap.k1,
-        "mismatch/k3": gap.k3,
-        "mismatch/abs_mean": gap.abs_mean,
-        "mismatch/abs_max": gap.abs_max,
-        "mismatch/extreme_tau2": gap.extreme(2.0),
         "routes/replayed": routes.rows_replayed[0],
         "routes/live": routes.rows_live[0],
         "lr": figures[-1]["lr"],

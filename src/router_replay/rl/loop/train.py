@@ -10,6 +10,7 @@ import torch
 
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.config.checks import check_config
+from router_replay.rl.loop.asynchronous import async_loop
 from router_replay.rl.loop.rescue import not_an_exit
 from router_replay.rl.loop.run import Run
 from router_replay.rl.loop.sync import sync_loop
@@ -42,7 +43,7 @@ def _run(config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str]
     with contextlib.ExitStack() as held:
         note = held.enter_context(hold(config.output)) if here.is_first else None
         with Run(config, here, resume, [*warnings, *filter(None, [note])]) as run:
-            return sync_loop(run)
+            return async_loop(run) if config.loop == "async" else sync_loop(run)
 
 
 def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:

@@ -4,6 +4,7 @@
     loss.backward()
 
     objective of a slot = weight * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A) - kl * k3
+    weight: of old / rollout, and of the token's age in policy versions
     ratio: now / old, of the token (grpo, dr_grpo) or of its sequence (gspo)
     loss = -(a mean of the slots' objectives: by tokens, by sequences, or by a constant)
 
@@ -37,6 +38,7 @@ class Slots:
     - `mask`: bool; True for slots whose label bears loss.
     - `sequences`: int64; the number of each slot's sequence. Numbers need not start at 0 or be dense; -1 is padding.
     - `reference_logprobs`: log-probs of the reference model, or None if there is none.
+    - `ages`: int64; the version being updated minus the version that sampled the token, or None if it is 0 everywhere.
 
     Every sequence must be complete, because gspo and the mean over sequences use all of its tokens. Its slots may be
     anywhere. Raise BatchError if the shapes differ, or if `mask` is not bool.
@@ -49,6 +51,7 @@ class Slots:
     mask: Tensor
     sequences: Tensor
     reference_logprobs: Tensor | None = None
+    ages: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.logprobs.shape
@@ -130,6 +133,8 @@ def policy_loss(slots: Slots, config: LossConfig, totals: Totals, kl: float = 0.
     if cap := config.truncated_importance:
         objective = importance_weight(slots.old_logprobs, slots.rollout_logprobs, cap) * objective
         truncated = token_ratio(slots.old_logprobs, slots.rollout_logprobs) > cap
+    if slots.ages is not None and (config.age_weight != 1 or config.max_age):
+        objective = age_weight(slots.ages, config.age_weight, config.max_age) * objective
     divergence = torch.zeros_like(objective)
     if slots.reference_logprobs is not None:
         divergence = k3(slots.logprobs, slots.reference_logprobs)
@@ -193,6 +198,16 @@ def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float
     `cap` = 2.0: old = ln 0.5 gives 1.25 for rollout = ln 0.4, and 2.0, not 5.0, for rollout = ln 0.1.
     """
     return token_ratio(old_logprobs, rollout_logprobs).detach().clamp(max=cap)
+
+
+def age_weight(ages: Tensor, factor: float, max_age: int) -> Tensor:
+    """Return the weight of each token by its age in policy versions: `factor` to the power of the age.
+
+    The weight is 0 where one of `ages` is above `max_age`, unless `max_age` is 0. A factor of 0.5 gives 1, 0.5 and 0.25
+    for ages 0, 1 and 2; a factor of 0 gives 1, 0 and 0.
+    """
+    weights = torch.full_like(ages, factor, dtype=torch.float32) ** ages.clamp(min=0)
+    return torch.where(ages > max_age, 0.0, weights) if max_age else weights
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -58,6 +58,13 @@ def load_tokenizer(folder: pathlib.Path) -> Any:
 
 def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
     """Load the model onto this rank's device, whole or as this rank's shard."""
+    model = read_model(folder, config)
+    use_gathering_experts(model)
+    return model.to(ranks.device) if ranks.world == 1 else shard(model, config, ranks)
+
+
+def read_model(folder: pathlib.Path, config: ModelConfig) -> Any:
+    """Read the whole model of `folder` in float32 into host memory; raise LoadError if weights are missing."""
     transformers_logging.disable_progress_bar()  # the display shows progress
     extra = {"use_kernels": True} if config.use_kernels else {}
     try:
@@ -73,8 +80,7 @@ def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
         raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
     if absent := sorted(set(info["missing_keys"])):  # transformers would fill these with random numbers
         raise LoadError(f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}", WEIGHTS)
-    use_gathering_experts(model)
-    return model.to(ranks.device) if ranks.world == 1 else shard(model, config, ranks)
+    return model
 
 
 def weights_of(model: Any, config: ModelConfig, ranks: Ranks) -> Weights:

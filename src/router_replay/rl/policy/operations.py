@@ -42,9 +42,12 @@ class Operations:
             total += self._per_token * length + self._per_pair * pairs
         return total
 
-    def step(self, lengths: Iterable[int], reference: bool = False) -> float:
-        """Return the operations of score and update over these sequences; `reference`: with a reference model."""
-        return self.forward(lengths) * (5 if reference else 4)
+    def step(self, lengths: Iterable[int], reference: bool = False, scored: bool = True) -> float:
+        """Return the operations of score and update over these sequences.
+
+        `reference`: with a reference model. `scored`: with a pass for the old log-probs.
+        """
+        return self.forward(lengths) * (3 + scored + reference)
 
 
 def peak_of(device: torch.device) -> float | None:

@@ -1,61 +1,44 @@
-"""Define Policy, the model that learns: it computes log-probs under the mode's routing and makes optimizer steps.
-
-    scored = policy.score(mini)              # the old policy's log-probs; R2 records its routes here
-    figures = policy.update(mini, scored)    # one optimizer step, with the routes of the mode replayed
-
-The setting `replay` decides which experts a pass uses: "off" uses the live ones, "r2" those of the scoring pass, and
-"r3" the engine's.
-"""
+"""Define Policy, a transformers model that learns: on one rank as it is, on several ranks in the shards of FSDP2."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from router_replay.batch import NO_LABEL, LocalBatch
 from router_replay.batch.tensors import TensorRoutes
-from router_replay.errors import TrainError
 from router_replay.forward import Ulysses, logprobs, use_packed_attention
 from router_replay.forward.attention import attention_of
 from router_replay.forward.packing import why_not_packed
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
+from router_replay.rl.policy.base import BasePolicy, Scored, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
-from router_replay.rl.policy.losses import LossSums, Slots, Totals, policy_loss
-from router_replay.rl.policy.models import compile_layers, load_model, model_folder, weights_of
+from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
+from router_replay.rl.policy.models import (
+    WHOLE_ON_CPU,
+    compile_layers,
+    load_model,
+    model_folder,
+    weights_of,
+    whole_state,
+)
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.spec import RouterSpec
 
 
-class NotFiniteError(TrainError):
-    """The loss or the gradient is not finite. Both are sums over all ranks, so every rank raises it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scored:
-    """Hold the result of the old-policy pass for one micro-batch. Tensors have one entry per slot of the whole bin."""
-
-    old_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor | None
-    routes: LocalBatch | TensorRoutes | None  # to replay in the update
-
-
-class Policy:
-    """Hold one rank's part of the model, its optimizer, and its reference model if there is one.
-
-    `attention` says in words how the model attends to packed sequences.
-    """
+class Policy(BasePolicy):
+    """Hold one rank's part of the model, its optimizer, and its reference model if there is one."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: pathlib.Path) -> None:
-        self._config, self._ranks = config, ranks
+        super().__init__(config, ranks)
         self.model = load_model(folder, config.model, ranks)
         self._weights = weights_of(self.model, config.model, ranks)
         self.replayer = RouterReplay(self.model)
@@ -66,18 +49,21 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if config.trainer.compile:
             compile_layers(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=True,  # one kernel for all weights, on CPUs too
-        )
-        self.updates = 0
+        self.optimizer = self._adamw(self.model.parameters())
         self._counted = self.replayer.stats
         self._beside: list[Stats] = []  # passes without replay, which the replayer does not count
         self._forget_comparisons()
         self._reference = _Reference(config, ranks) if config.reference.kl else None
+
+    @property
+    def spec(self) -> RouterSpec:
+        """The RouterSpec of the model."""
+        return self.replayer.spec
+
+    @property
+    def router_names(self) -> frozenset[str]:
+        """The names of the model's router modules."""
+        return self.replayer.router_names
 
     # -- the two passes -------------------------------------------------------------------------
 
@@ -88,31 +74,21 @@ class Policy:
         with self._weights.computing():
             return [self._score(micro) for micro in mini.micro]
 
-    def update(self, mini: MiniBatch, scored: Sequence[Scored]) -> dict[str, float]:
-        """Make one optimizer step over the mini-batch, and return its loss and other figures for the metrics.
-
-        Raise NotFiniteError, before any weight changes, if the loss or the gradient is not finite.
-        """
+    def _backward(self, mini: MiniBatch, scored: Sequence[Scored], totals: Totals) -> tuple[torch.Tensor, LossSums]:
         config, ranks = self._config, self._ranks
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        totals = Totals(mini.tokens, mini.sequences, config.longest_response)
         loss_sum, sums = torch.zeros((), device=ranks.device), None
         with self._weights.computing():
             for micro, old in zip(mini.micro, scored, strict=True):
                 ranks.watch.beat()
                 with self._replaying(micro, old.routes):
-                    slots = _slots(self._logprobs(micro), micro, old, ranks.device)
+                    slots = slots_of(self._logprobs(micro), micro, old, ranks.device, mini.version)
                     loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
                     (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
                 loss_sum = loss_sum + loss.detach()
                 sums = found if sums is None else sums + found
         assert sums is not None
-        figures = self._figures(loss_sum, sums, self._clip())
-        for name in ("loss", "grad_norm"):
-            self._refuse_not_finite(name, figures[name])
-        figures["lr"] = self._step()
-        return figures
+        return loss_sum, sums
 
     def route_counts(self) -> Stats:
         """Return the Stats of all passes since the last call, summed over ranks. Waits for the device.
@@ -137,7 +113,10 @@ class Policy:
     def _score(self, micro: LocalBatch) -> Scored:
         self._ranks.watch.beat()
         routes: LocalBatch | TensorRoutes | None = None
-        if self._config.replay == "r3":
+        if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
+            old = micro.to_torch(self._ranks.device).whole("label_logprobs")
+            routes = micro if self._config.replay == "r3" else None
+        elif self._config.replay == "r3":
             routes = micro
             with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
                 old = self._logprobs(micro)
@@ -180,50 +159,28 @@ class Policy:
         self._agreed_L = self._agreed_L + same_TL.sum(0)
         self._rows_compared += int(micro.routes.captured.sum())
 
-    def _figures(self, loss: torch.Tensor, sums: LossSums, norm: torch.Tensor) -> dict[str, float]:
-        """Return means over the mini-batch on all ranks, and the norm of the gradient.
-
-        This is the only place where an update waits for the device. Ranks that share sequences all computed the same
-        loss.
-        """
-        ranks = self._ranks
-        names = [field.name for field in dataclasses.fields(sums)]
-        values = torch.stack([loss, *(getattr(sums, name).to(loss.dtype) for name in names)])
-        values = ranks.sum(values if ranks.piece == 0 else torch.zeros_like(values))
-        total, *rest, norm_value = torch.cat([values, norm.reshape(1).to(values.dtype)]).tolist()
-        by_name = dict(zip(names, rest, strict=True))
-        tokens = max(1.0, by_name["tokens"])
-        return {
-            "loss": total,
-            "ppo_kl": by_name["ppo_kl"] / tokens,
-            "clip_fraction": by_name["clipped"] / tokens,
-            "entropy": by_name["entropy"] / tokens,
-            "reference_kl": by_name["kl"] / tokens,
-            "truncated_fraction": by_name["truncated"] / tokens,
-            "grad_norm": norm_value,
-        }
-
     def _clip(self) -> torch.Tensor:
         """Clip the gradients and return their norm before that."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def _step(self) -> float:
-        optimizer = self._config.optimizer
-        rate = optimizer.lr * min(1.0, (self.updates + 1) / max(1, optimizer.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+    def _weights_changed(self) -> None:
         self._weights.changed()
-        self.updates += 1
-        return rate
 
-    def _refuse_not_finite(self, name: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise NotFiniteError(
-                f"{name} is {value} at optimizer step {self.updates}; this step did not change the weights. "
-                "A lower optimizer.lr, a lower optimizer.max_grad_norm or loss.truncated_importance may help"
-            )
+    # -- state ----------------------------------------------------------------------------------
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
+        return whole_state(self.model)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the whole state of the optimizer on the first rank's CPU. All ranks must call it."""
+        return get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE_ON_CPU)
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's share of `state`, the result of `optimizer_state`."""
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizer, dict(state), options=options)
 
 
 class _Reference:
@@ -283,26 +240,3 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0][ctx.start : ctx.start + ctx.length], None
-
-
-def _slots(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.device) -> Slots:
-    tensors = micro.to_torch(device)
-    return Slots(
-        logprobs=now,
-        old_logprobs=old.old_logprobs,
-        rollout_logprobs=tensors.whole("label_logprobs"),
-        advantages=tensors.whole("label_advantages"),
-        mask=tensors.whole("label_mask"),
-        sequences=tensors.whole("sample_ids"),
-        reference_logprobs=old.reference_logprobs,
-    )
-
-
-def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> np.ndarray:
-    """Return the old and rollout log-probs of the tokens with a loss, [2, tokens]."""
-    pairs = []
-    for mini, marks in zip(minis, scored, strict=True):
-        for micro, mark in zip(mini.micro, marks, strict=True):
-            mask = micro.whole.label_mask
-            pairs.append(np.stack([mark.old_logprobs.cpu().numpy()[mask], micro.whole.label_logprobs[mask]]))
-    return np.concatenate(pairs, axis=1)

@@ -1,7 +1,8 @@
 """Describe which process this is, and how the processes of a run share the work.
 
 `torchrun --nproc-per-node N` starts N processes; without it there is one. With Ulysses over P, ranks
-[0, P) share each sequence of the first replica, [P, 2P) those of the second, and so on.
+[0, P) share each sequence of the first replica, [P, 2P) those of the second, and so on. With Megatron, tensor parallel
+ranks are neighbours in the same way, and each pipeline stage holds one such block of all replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _runs = itertools.count()  # the runs of this process so far; one store can serv
 class Ranks:
     """Describe this process, number `rank` of `world`. `ulysses` ranks share each sequence.
 
-    `group` is the process group of the ranks that share this rank's sequences, or None if nothing is shared.
+    `group` is the process group of the ranks that share this rank's sequences, or None if nothing is shared. With
+    Megatron, `tensor` ranks hold the parts of a layer, and `pipeline` ranks hold the stages of a model.
     """
 
     rank: int
@@ -42,16 +44,28 @@ class Ranks:
     device: torch.device
     group: Any = None
     watch: Watch | NoWatch = dataclasses.field(default_factory=NoWatch)
+    tensor: int = 1
+    pipeline: int = 1
 
     @property
     def replicas(self) -> int:
         """Return the number of groups of ranks that each work on sequences of their own."""
-        return self.world // self.ulysses
+        return self.world // (self.ulysses * self.tensor * self.pipeline)
 
     @property
     def piece(self) -> int:
-        """Return the index of the piece of its replica's sequences that this rank holds."""
-        return self.rank % self.ulysses
+        """Return this rank's number among those of its replica."""
+        return self.place_of(self.rank)[1]
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return the replica of `rank`, and the number of `rank` among those of its replica.
+
+        With Ulysses the number is that of its piece of the sequences.
+        """
+        neighbours = self.ulysses * self.tensor
+        stage, rest = divmod(rank, neighbours * self.replicas)
+        replica, neighbour = divmod(rest, neighbours)
+        return replica, stage * neighbours + neighbour
 
     @property
     def is_first(self) -> bool:
@@ -116,24 +130,36 @@ def world_size() -> int:
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Join the other processes. A single process needs no process group."""
+    """Join the other processes. A single process needs no process group, except for Megatron."""
     world, rank = world_size(), int(os.environ.get("RANK", "0"))
     device = _device(config.model.device)
+    shared: dict[str, Any] = {"tensor": config.megatron.tensor_parallel, "pipeline": config.megatron.pipeline_parallel}
     if world == 1:
-        return Ranks(rank, world, config.trainer.ulysses, device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if config.trainer.backend == "megatron":
+            _join_alone(device)
+        return Ranks(rank, world, config.trainer.ulysses, device, **shared)
     store = _store(config.trainer.rank_timeout)
     watch = Watch(_own_part(store), rank, world, config.trainer.rank_timeout)
     try:
         watch.phase("joining the other ranks")
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+            dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world, timeout=PATIENCE)
         group = _ulysses_group(rank, world, config.trainer.ulysses)
     except BaseException as error:
         failure = watch.failed(error)
         watch.close()
         raise failure from None
-    return Ranks(rank, world, config.trainer.ulysses, device, group, watch)
+    return Ranks(rank, world, config.trainer.ulysses, device, group, watch, **shared)
+
+
+def _join_alone(device: torch.device) -> None:
+    """Make the process group of a single process, which Megatron divides like any other."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _ulysses_group(rank: int, world: int, size: int) -> Any:

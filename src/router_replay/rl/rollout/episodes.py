@@ -14,7 +14,7 @@ from router_replay import wire
 from router_replay.batch import Sample
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.rollout.advantages import group_advantages
-from router_replay.rl.rollout.rollout import Episode
+from router_replay.rl.rollout.player import Episode
 
 
 def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bool) -> tuple[list[Sample], list[int]]:
@@ -25,9 +25,8 @@ def samples_of(episodes: Sequence[Episode], config: TrainConfig, with_routes: bo
     for episode, advantage in zip(episodes, advantages.tolist(), strict=True):
         for trajectory in episode.trajectories:
             routes = trajectory.routes if with_routes else None
-            samples.append(
-                Sample(trajectory.token_ids, trajectory.logprobs, trajectory.loss_mask, routes, advantages=advantage)
-            )
+            tokens, mask = trajectory.token_ids, trajectory.loss_mask
+            samples.append(Sample(tokens, trajectory.logprobs, mask, routes, advantage, trajectory.versions))
             numbers.append(episode.number)
     return samples, numbers
 
@@ -68,6 +67,7 @@ def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
         for episode in episodes:
             for trajectory in episode.trajectories:
                 tokens = trajectory.token_ids
+                rows = b"" if trajectory.routes is None else wire.encode(trajectory.routes, codec="dense")
                 line = {
                     "problem": episode.problem,
                     "group": episode.group,
@@ -77,6 +77,6 @@ def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
                     "token_ids": tokens.tolist(),
                     "logprobs": trajectory.logprobs.tolist(),
                     "loss_mask": trajectory.loss_mask.astype(int).tolist(),
-                    "routes": base64.b64encode(wire.encode(trajectory.routes, codec="dense")).decode(),
+                    "routes": base64.b64encode(rows).decode(),
                 }
                 file.write(json.dumps(line) + "\n")

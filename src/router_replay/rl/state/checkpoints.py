@@ -23,11 +23,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from router_replay.errors import TrainError
-from router_replay.rl.policy.models import WHOLE_ON_CPU, whole_state
-from router_replay.rl.policy.policy import Policy
+from router_replay.rl.policy.base import BasePolicy
 from router_replay.rl.processes.ranks import Ranks
 
 FOLDER = "checkpoints"
@@ -43,13 +41,15 @@ class CheckpointError(TrainError):
 class Progress:
     """Hold how far a run is: `step` steps and `updates` optimizer steps are done.
 
-    `version` is the policy version of the engine. The next step starts at problem number `problem`.
+    `version` is the policy version of the engine. The next step starts at problem number `problem`. `rollouts` is the
+    state of the asynchronous loop's rollouts as JSON (`rollout/ledger.py`), None for the synchronous loop.
     """
 
     step: int = 0
     version: int = 0
     problem: int = 0
     updates: int = 0
+    rollouts: dict[str, Any] | None = None
 
 
 def found(output: pathlib.Path) -> list[pathlib.Path]:
@@ -66,7 +66,7 @@ def latest(output: pathlib.Path) -> pathlib.Path | None:
 
 
 def save(
-    policy: Policy,
+    policy: BasePolicy,
     progress: Progress,
     tokenizer: Any,
     output: pathlib.Path,
@@ -75,10 +75,10 @@ def save(
     record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint and remove the oldest ones beyond `keep`. All ranks call this; the first one writes."""
-    weights = whole_state(policy.model)
+    weights = policy.whole_weights()
     optimizer = None
     if policy.updates:  # for a fresh optimizer, torch would create the state with a counted step
-        optimizer = get_optimizer_state_dict(policy.model, policy.optimizer, options=WHOLE_ON_CPU)
+        optimizer = policy.optimizer_state()
     failure = None
     if ranks.is_first:
         trainer = {"optimizer": optimizer, "random": torch.get_rng_state()}
@@ -92,7 +92,8 @@ def save(
             torch.save(trainer, side / TRAINER)
             if record is not None:
                 (side / RECORD).write_text(json.dumps(record, indent=2))
-            (side / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
+            fields = {name: value for name, value in dataclasses.asdict(progress).items() if value is not None}
+            (side / PROGRESS).write_text(json.dumps(fields))
             _to_disk(side)
             _put_in_place(side, final)
         except Exception as error:  # torch and safetensors report a full disk with different types
@@ -109,8 +110,9 @@ def read_progress(folder: pathlib.Path) -> Progress:
     try:
         fields = json.loads((folder / PROGRESS).read_text())
         progress = Progress(**fields)
-        if not all(type(value) is int and value >= 0 for value in fields.values()):
-            raise ValueError(f"expected whole numbers of 0 or more, got {fields}")
+        numbers = {name: value for name, value in fields.items() if name != "rollouts"}
+        if not all(type(value) is int and value >= 0 for value in numbers.values()):
+            raise ValueError(f"expected whole numbers of 0 or more, got {numbers}")
         if re.fullmatch(r"step_\d+", folder.name) and folder.name != _name(progress.step):
             raise ValueError(f"it says step {progress.step}, but the folder has the name {folder.name}")
     except (OSError, TypeError, ValueError, RecursionError) as error:
@@ -131,7 +133,7 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
     return record
 
 
-def restore(policy: Policy, folder: pathlib.Path) -> None:
+def restore(policy: BasePolicy, folder: pathlib.Path) -> None:
     """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
 
     Every rank reads the whole optimizer state and keeps its share. Raise TrainError if a file is damaged.
@@ -140,8 +142,7 @@ def restore(policy: Policy, folder: pathlib.Path) -> None:
     try:
         saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # runs no code from the file
         if saved["optimizer"] is not None:
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(policy.model, policy.optimizer, saved["optimizer"], options=options)
+            policy.load_optimizer_state(saved["optimizer"])
         torch.set_rng_state(saved["random"])
     except Exception as error:  # a damaged file fails in torch, pickle or zipfile, each with its own error
         raise damaged(folder, TRAINER, error) from error
@@ -164,7 +165,7 @@ def _name(step: int) -> str:
     return f"step_{step:06}"
 
 
-def _groups(policy: Policy) -> list[dict[str, Any]]:
+def _groups(policy: BasePolicy) -> list[dict[str, Any]]:
     return policy.optimizer.param_groups
 
 

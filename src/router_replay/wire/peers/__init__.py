@@ -1,7 +1,8 @@
 """The formats in which other projects send routes: `from_*` reads one, `to_*` writes it.
 
-Every format has a column for each decoder layer, as the engine returned them; dense layers hold zeros. No format has
-policy versions. Only NeMo RL's can mark a row as missing.
+Every format but Megatron's has a column for each decoder layer, as the engine returned them; dense layers hold zeros.
+Megatron's has columns for the routed layers alone. No format has policy versions. Only NeMo RL's can mark a row as
+missing.
 
 Reading is strict: it raises WireError with the name of the field, and never guesses a layout from a shape.
 
@@ -10,6 +11,7 @@ In all functions, `spec` is the RouterSpec of the model. `allow_zero_layers` has
 captured from 64 rows on.
 """
 
+from router_replay.wire.peers.megatron import from_megatron, to_megatron
 from router_replay.wire.peers.nemo import from_nemo, to_nemo
 from router_replay.wire.peers.prime_rl import from_dynamo, from_prime_rl, peer_start, to_dynamo, to_prime_rl
 from router_replay.wire.peers.sglang import from_sglang, to_sglang
@@ -18,6 +20,7 @@ from router_replay.wire.peers.vllm import from_vllm, to_vllm
 
 __all__ = [
     "from_dynamo",
+    "from_megatron",
     "from_nemo",
     "from_prime_rl",
     "from_sglang",
@@ -25,6 +28,7 @@ __all__ = [
     "from_vllm",
     "peer_start",
     "to_dynamo",
+    "to_megatron",
     "to_nemo",
     "to_prime_rl",
     "to_sglang",

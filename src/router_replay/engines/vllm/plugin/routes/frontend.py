@@ -12,8 +12,8 @@ import xxhash
 
 from router_replay import wire
 from router_replay.engines.vllm.plugin import seams
-from router_replay.engines.vllm.requests import EXTRA_ARGUMENT, routes_of, rows_given
-from router_replay.errors import RouterReplayError
+from router_replay.engines.vllm.requests import EXTRA_ARGUMENT, CheckedRows, routes_of, rows_given
+from router_replay.errors import RouterReplayError, WireError
 from router_replay.spec import RouterSpec
 
 
@@ -31,18 +31,28 @@ def check_and_salt(processor: Any, request: Any) -> None:
     if given is None:
         return
     try:
-        routes = routes_of(given, _spec_of(processor))
+        rows, blob = _checked(given, _spec_of(processor))
     except (RouterReplayError, ValueError, TypeError) as error:
         raise VLLMValidationError(f"extra_args.{EXTRA_ARGUMENT}: {error}") from error
     tokens = len(request.prompt_token_ids or ())
-    if len(routes) > tokens:
+    if rows > tokens:
         raise VLLMValidationError(
-            f"extra_args.{EXTRA_ARGUMENT}: {len(routes)} forced rows for a prompt of {tokens} tokens, expected at most "
-            "one row for each prompt token"
+            f"extra_args.{EXTRA_ARGUMENT}: {rows} forced rows for a prompt of {tokens} tokens, expected at most one "
+            "row for each prompt token"
         )
-    blob = wire.encode(routes.sorted(), codec="dense")
     parameters.extra_args = {**parameters.extra_args, EXTRA_ARGUMENT: blob}
     request.cache_salt = f"{request.cache_salt or ''}#{xxhash.xxh3_128_hexdigest(blob)}"
+
+
+def _checked(given: str | bytes, spec: RouterSpec) -> tuple[int, bytes]:
+    """Return the number of rows, and the rows sorted and encoded. Rows of this process were checked when made."""
+    if not isinstance(given, CheckedRows):
+        routes = routes_of(given, spec)
+        return len(routes), wire.encode(routes.sorted(), codec="dense")
+    header = wire.read_header(given)
+    if header.spec != spec:
+        raise WireError(f"the rows are those of another model: expected {spec}, got {header.spec}")
+    return header.rows, bytes(given)
 
 
 def _spec_of(processor: Any) -> RouterSpec:

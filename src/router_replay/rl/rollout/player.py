@@ -1,0 +1,160 @@
+"""Play one episode turn by turn: ask the engine, stitch its answer, and let the environment step.
+
+    episode = player.reset(number=0, group=0, problem=7)
+    request = player.request(episode, seed)
+    player.append(episode, request.token_ids, completion)
+    player.step(episode, request.token_ids, completion.token_ids)
+
+Both loops are made of these calls. `rollout.py` plays the episodes of a step together, `stream.py` each by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from router_replay.batch import Sample
+from router_replay.engines.base import Engine
+from router_replay.engines.types import Completion, Request, Sampling
+from router_replay.errors import RewardError
+from router_replay.rl.config import RolloutConfig
+from router_replay.rl.environments.base import Environment, Task, Turn
+from router_replay.rl.users_code import guarded
+from router_replay.stitch import Trajectory
+
+
+@dataclasses.dataclass(eq=False)
+class Episode:
+    """Hold one environment and what was played in it so far.
+
+    `number` counts the episodes of a step, `group` its problems; `problem` is the number of the problem in the task.
+    `prompt` is the next prompt. There are several `trajectories` if the environment rewrote its history. An episode
+    that was read from the journal has Samples in their place, and no environment.
+    """
+
+    number: int
+    group: int
+    problem: int
+    environment: Environment | None
+    prompt: tuple[int, ...]
+    trajectories: list[Trajectory | Sample]
+    reward: float = 0.0
+    turns: int = 0
+    done: bool = False
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return sum(int(trajectory.loss_mask.sum()) for trajectory in self.trajectories)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Return the policy version of every sampled token."""
+        found = [np.asarray(trajectory.versions)[trajectory.loss_mask] for trajectory in self.trajectories]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    @property
+    def current(self) -> Trajectory:
+        """Return the trajectory that the next answer extends."""
+        current = self.trajectories[-1]
+        assert isinstance(current, Trajectory)
+        return current
+
+
+class Player:
+    """Hold what all episodes share: engine, task and settings. `max_length` limits prompt and completion together.
+
+    `step` and `reset` call the user's code, and may be called in several threads for different episodes.
+    """
+
+    def __init__(self, engine: Engine, task: Task, config: RolloutConfig, max_length: int) -> None:
+        self.seconds_in_environments = 0.0
+        self._engine, self._task, self._config, self._max_length = engine, task, config, max_length
+
+    @property
+    def turns(self) -> int:
+        """Return the maximum number of turns of an episode."""
+        return self._config.turns_of(self._task)
+
+    def reset(self, number: int, group: int, problem: int) -> Episode:
+        """Start an episode of a problem."""
+        with guarded(f"problem {problem}: {type(self._task).__name__}.environment and its reset", RewardError):
+            environment = self._task.environment()
+            prompt = tuple(int(token) for token in environment.reset(problem))
+        episode = Episode(number, group, problem, environment, prompt, [Trajectory(self._engine.spec)])
+        if not self.room(episode):
+            raise RewardError(
+                f"problem {problem}: its prompt of {len(prompt)} tokens leaves no room for an answer: "
+                f"engine.max_length is {self._max_length}; raise it, or use shorter prompts"
+            )
+        return episode
+
+    def refuse_other_prompt(self, episode: Episode, prompt: tuple[int, ...]) -> None:
+        """Raise RewardError unless the episode starts with `prompt`, that of another episode of its group."""
+        if episode.prompt != prompt:
+            raise RewardError(
+                f"problem {episode.problem}: reset must return the same prompt each time, got two different ones"
+            )
+
+    def room(self, episode: Episode) -> int:
+        """Return how many tokens the next turn may sample."""
+        return max(0, min(self._config.max_tokens, self._max_length - len(episode.prompt)))
+
+    def request(
+        self, episode: Episode, seed: int, n: int = 1, more: Sequence[int] = (), forced: bool = False
+    ) -> Request:
+        """Return the request of the next turn.
+
+        `more` are tokens of this turn that were already sampled, before an abort. With `forced` the engine is made to
+        use the rows that are known of the prompt.
+        """
+        prompt = (*episode.prompt, *more)
+        sampling = Sampling(
+            max_tokens=self.room(episode) - len(more),
+            temperature=self._config.temperature,
+            seed=seed,
+            stop_token_ids=self._task.stop_token_ids,
+            n=n,
+        )
+        known = episode.current.start_for(prompt)
+        routes = episode.current.routes[:known] if forced and known else None
+        return Request(prompt, sampling, known if self._engine.capabilities.start else 0, routes)
+
+    def append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
+        """Stitch the answer to `prompt` to the episode."""
+        current = episode.current
+        taken = current.add(Request(prompt), completion, branch=True)
+        if taken is not current:
+            episode.trajectories.append(taken)
+
+    def step(self, episode: Episode, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Give the environment the `tokens` that were sampled after `prompt`, and take its answer."""
+        turn = self._turn(episode, list(tokens))
+        episode.reward += turn.reward
+        episode.turns += 1
+        episode.done = turn.done
+        episode.prompt = turn.prompt if turn.prompt is not None else (*prompt, *tokens, *turn.observation)
+
+    def _turn(self, episode: Episode, tokens: list[int]) -> Turn:
+        assert episode.environment is not None
+        started = time.perf_counter()
+        name = f"{type(episode.environment).__name__}.step"
+        try:
+            with guarded(f"problem {episode.problem}, turn {episode.turns}: {name}", RewardError):
+                turn = episode.environment.step(tokens)
+        finally:
+            self.seconds_in_environments += time.perf_counter() - started
+        if not isinstance(turn, Turn):
+            raise RewardError(f"problem {episode.problem}: {name} must return a Turn, got {turn!r:.80}")
+        if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
+            raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
+        return turn
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed for one request. Nearby numbers give unrelated seeds: engines add the sample index to the seed."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
