@@ -39,7 +39,7 @@ test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with
 	@$(BIN)/python -m pytest tests/gpu
 
 test-ray: setup  # runs on Ray with several ranks and engines, of which one process is killed
-	@$(BIN)/python -m pytest tests/rl/cluster tests/ray_real/fault_checks.py tests/ray_real/vllm_checks.py
+	@$(BIN)/python -m pytest tests/rl/cluster tests/ray_real/*_checks.py
 
 test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment

@@ -37,6 +37,14 @@ def kill_other_rank(prompt: str, completion: str, answer: str) -> float:
     return sevens(prompt, completion, answer)
 
 
+def note_nodes(prompt: str, completion: str, answer: str) -> float:
+    """Kill nothing, and write on how many nodes the first rank and the engines run."""
+    nodes = {ray.get(ray.get_actor(name).where.remote())[0] for name in ("engine0", "engine1")}
+    nodes.add(ray.get_runtime_context().get_node_id())
+    pathlib.Path(os.environ["FAULTS"], "nodes").write_text(str(len(nodes)))
+    return sevens(prompt, completion, answer)
+
+
 def _is_time() -> bool:
     folder = pathlib.Path(os.environ["FAULTS"])
     with (folder / "calls").open("a") as file:

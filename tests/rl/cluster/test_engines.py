@@ -25,7 +25,7 @@ from router_replay.errors import EngineError
 from router_replay.replay import RouterReplay
 from router_replay.rl.cluster.driver import Cluster, _connected
 from router_replay.rl.cluster.engines import RayEngine
-from router_replay.rl.cluster.folders import Received, send
+from router_replay.rl.cluster.folders import Received, fetch, send
 from router_replay.rl.config import load_config
 from router_replay.rl.engine_set import EngineSet
 
@@ -160,7 +160,7 @@ def test_a_folder_reaches_an_actor_that_cannot_read_it(
     assert sent.files is not None
     assert send(str(random_model), "a third node").files == sent.files
     received = Received()
-    copy = received.open(sent)
+    copy = received.open(sent, asyncio.run(fetch(sent)))
     assert copy != random_model
     for path in random_model.iterdir():
         assert (copy / path.name).read_bytes() == path.read_bytes()

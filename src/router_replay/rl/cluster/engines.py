@@ -15,8 +15,9 @@ import pathlib
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from transformers.utils import logging as transformers_logging
@@ -25,11 +26,12 @@ from router_replay.engines import checks
 from router_replay.engines.base import Engine, WeightSource
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError, RouterReplayError
-from router_replay.rl.cluster.folders import Received, SentFolder, send
+from router_replay.rl.cluster.folders import Received, SentFolder, fetch, send
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_start import start_engine
 from router_replay.spec import RouterSpec
 
+Files: TypeAlias = dict[str, np.ndarray]
 logger = logging.getLogger(__name__)
 PING_SECONDS = 30.0
 MESSAGE_SECONDS = 30.0
@@ -68,12 +70,13 @@ class EngineActor:
 
         `config` is that of the run, `spec` describes the routers of its policy, and `version` is that of the weights.
         """
-        return await asyncio.to_thread(self._start, config, weights, spec, version)
+        files = await fetch(weights)
+        return await asyncio.to_thread(self._start, config, weights, files, spec, version)
 
-    def _start(self, config: TrainConfig, weights: SentFolder, spec: RouterSpec, version: int) -> Facts:
+    def _start(self, config: TrainConfig, weights: SentFolder, files: Files, spec: RouterSpec, version: int) -> Facts:
         transformers_logging.disable_progress_bar()  # the first rank shows the progress of the run
         with self._starting:
-            folder = self._received.open(weights)
+            folder = self._received.open(weights, files)
             if self._engine is not None:
                 try:
                     self._engine.ping()
@@ -95,10 +98,10 @@ class EngineActor:
 
     async def update_weights(self, weights: SentFolder, version: int, in_flight: InFlight) -> None:
         """Load these `weights` as `version`; `in_flight` says what happens to running requests."""
-        engine = self._running()
+        engine, files = self._running(), await fetch(weights)
 
         def load() -> None:
-            engine.update_weights(str(self._received.open(weights)), version, in_flight)
+            engine.update_weights(str(self._received.open(weights, files)), version, in_flight)
 
         await asyncio.to_thread(load)
 

@@ -1,11 +1,12 @@
 """Give an actor on another machine the files of a folder of weights, through Ray's object store.
 
-sent = send(folder, to_node)     # only the path, if the actor is on this machine
-folder = received.open(sent)     # in the actor: that path, or a copy in its own shared memory
+sent = send(folder, to_node)                      # only the path, if the actor is on this machine
+folder = received.open(sent, await fetch(sent))   # in the actor: that path, or a copy in its own shared memory
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,20 +47,25 @@ def _in_store(folder: str) -> dict[str, Any]:
     return {path.name: ray.put(np.fromfile(path, np.uint8)) for path in files}
 
 
+async def fetch(sent: SentFolder) -> dict[str, np.ndarray]:
+    """Return the contents of the files by name, as views of this machine's store; none if the path can be read."""
+    files = sent.files or {}
+    return dict(zip(files, await asyncio.gather(*files.values()), strict=True))
+
+
 class Received:
     """Keep the newest folder that was received in this process."""
 
     def __init__(self) -> None:
         self._copy: pathlib.Path | None = None
 
-    def open(self, sent: SentFolder) -> pathlib.Path:
-        """Return a folder with the files, which stays until the next call."""
+    def open(self, sent: SentFolder, files: Mapping[str, np.ndarray]) -> pathlib.Path:
+        """Return a folder with the `files` that were fetched, which stays until the next call."""
         if sent.files is None:
             return pathlib.Path(sent.path)
-        names, arrays = list(sent.files), ray.get(list(sent.files.values()))
         self.close()
-        self._copy = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=_roomy(sum(map(len, arrays)))))
-        for name, array in zip(names, arrays, strict=True):
+        self._copy = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=_roomy(sum(map(len, files.values())))))
+        for name, array in files.items():
             array.tofile(self._copy / name)
         return self._copy
 
