@@ -101,11 +101,20 @@ if second:
     assert "; rank 0 waits in phase 'score'" in line
 
 
-def test_a_rank_that_is_stopped_is_named(settings: list[str], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "silent", "words"),
+    [(12, 45.0, "no rank made progress for 12 s"), (1800, 11.0, "rank 0 waits for it, up to 1800 s without progress")],
+    ids=["at the end", "long before"],
+)
+def test_a_rank_that_is_stopped_is_named(
+    settings: list[str], tmp_path: pathlib.Path, timeout: int, silent: float, words: str
+) -> None:
     """It cannot say anything itself: the others see that it is silent."""
     mark = tmp_path / "pid"
     code = f"""
 import pathlib, signal
+from router_replay.rl.processes import watch
+watch.SILENT = {silent}
 def stop(*_):
     pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -113,7 +122,7 @@ if second:
     policy.Policy.score = stop
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = command_of([*settings, "trainer.rank_timeout=12"], tmp_path, code)
+    command = command_of([*settings, f"trainer.rank_timeout={timeout}"], tmp_path, code)
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -123,6 +132,7 @@ if second:
         process.communicate()
     assert process.returncode
     assert "rank 1 has not reported for" in line
+    assert words in line
     assert "and was last seen in phase" in line
 
 

@@ -24,6 +24,8 @@ GRACE = 10.0
 """Seconds that a main thread has to leave a broken collective and close the engine before it is ended."""
 HEARD = 5.0
 """Seconds that a failed rank waits for the others to get its message: torchrun ends all ranks when one has ended."""
+SILENT = 45.0
+"""Seconds without a report of a rank after which a message names it. The run goes on until `trainer.rank_timeout`."""
 _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
@@ -71,6 +73,7 @@ class Watch:
         self._ended, self._told = threading.Event(), threading.Lock()
         self._others = [other for other in range(world) if other != rank]
         self._seen = {other: _Seen() for other in range(world)}
+        self._named: set[int] = set()  # the silent ranks that a message named
         self._thread = threading.Thread(target=self._watch, name="router-replay-watch", daemon=True)
         self._thread.start()
 
@@ -118,6 +121,7 @@ class Watch:
                 else:
                     self._look(0)
                     self._judge_first()
+                self._name_silent(self._others if self._rank == 0 else [0])
                 failure = self._failure()
             except RuntimeError as error:  # of torch's store
                 self._end_without_store(error)
@@ -165,6 +169,18 @@ class Watch:
         if self._seen[0].silent > self._timeout:
             words = self._seen[0].in_words()
             self._tell(f"no report of rank 0 for {self._timeout:g} s (trainer.rank_timeout): rank 0 {words}", [0])
+
+    def _name_silent(self, ranks: list[int]) -> None:
+        """Print which of these ranks has not reported for `SILENT` seconds, once until it reports again."""
+        for rank in ranks:
+            if self._seen[rank].silent < SILENT:
+                self._named.discard(rank)
+            elif rank not in self._named:
+                self._named.add(rank)
+                self._write(
+                    f"rank {rank} {self._seen[rank].in_words()}; rank {self._rank} waits for it, up to "
+                    f"{self._timeout:g} s without progress (trainer.rank_timeout)"
+                )
 
     def _tell(self, text: str, ranks: list[int]) -> str:
         """Tell the other ranks of a failure, unless one was told before. Return the text of the first failure."""
@@ -215,8 +231,11 @@ class Watch:
 
     def _print(self, text: str) -> None:
         if self._told.acquire(blocking=False):
-            sys.stderr.write(f"router-replay train: {text}\n")
-            sys.stderr.flush()
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"router-replay train: {text}\n")
+        sys.stderr.flush()
 
 
 class _Seen:
