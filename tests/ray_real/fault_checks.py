@@ -53,3 +53,14 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.1)
+
+
+def test_rollouts_beside_the_trainer_survive_an_engine_that_dies(settings: list[str], tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "async"
+    asynchronous = ["loop=async", "loss.truncated_importance=2.0"]
+    said = run(
+        settings, tmp_path, f"output={output}", "environment.reward=tests.rl.cluster.faults:kill_engine", *asynchronous
+    )
+    assert [line["step"] for line in lines(output)] == [0, 1, 2, 3]
+    assert all(line["routes/live"] == 0 for line in lines(output))
+    assert "engine engine0 does not answer and gets no more requests" in said
