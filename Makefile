@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-megatron | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-ray | test-megatron | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-megatron test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
 
 setup: $(READY)
 
@@ -37,6 +37,9 @@ test: setup .venv-megatron/.ready  # a short part of test-megatron is in it
 
 test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with the reason
 	@$(BIN)/python -m pytest tests/gpu
+
+test-ray: setup  # runs on Ray with several ranks and engines, of which one process is killed
+	@$(BIN)/python -m pytest tests/rl/cluster tests/ray_real/fault_checks.py tests/ray_real/vllm_checks.py
 
 test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment

@@ -6,7 +6,13 @@ import argparse
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from router_replay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from router_replay.rl.config import TrainConfig
+    from router_replay.rl.state.checkpoints import Progress
 
 
 def add(commands: Any) -> None:
@@ -27,16 +33,29 @@ def run(chosen: argparse.Namespace) -> int:
 
     config = load_config(chosen.config, chosen.set)
     if chosen.dry_run:
-        for warning in check_config(config, world_size()):
+        world = config.cluster.ranks if config.cluster.kind == "ray" else world_size()
+        for warning in check_config(config, world):
             print(f"# note: {warning}")
         print(to_toml(config), end="")
         return 0
-    from router_replay.rl.loop.train import train
-
-    progress = train(config, resume=chosen.resume)
+    progress = _train(config, chosen.resume)
     if os.environ.get("RANK", "0") == "0":
         print(f"{progress.step} steps done; the policy is in {config.output}/checkpoints", flush=True)
     return 0
+
+
+def _train(config: TrainConfig, resume: bool) -> Progress:
+    if config.cluster.kind == "ray":
+        try:
+            from router_replay.rl.cluster.driver import train_on_ray
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise ConfigError('cluster.kind = "ray" needs Ray: pip install "router-replay[ray]"') from error
+        return train_on_ray(config, resume)
+    from router_replay.rl.loop.train import train
+
+    return train(config, resume=resume)
 
 
 def leave(status: int) -> None:

@@ -13,7 +13,7 @@ from router_replay.engines.base import Engine
 from router_replay.engines.checks import vocabulary_of
 from router_replay.engines.environment import environment
 from router_replay.errors import ConfigError
-from router_replay.rl.config import TrainConfig
+from router_replay.rl.config import EngineConfig, TrainConfig
 from router_replay.spec import RouterSpec
 
 # vLLM's CPU build needs these to start quickly and to leave the trainer its cores; the user's own settings win.
@@ -34,9 +34,14 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
 
 
-def start_engine(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
-    """Start an engine with the weights of `folder`; a server that already runs gets them pushed."""
-    engine = _started(config, folder, spec, version)
+def start_engine(
+    config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int, table: EngineConfig | None = None
+) -> Engine:
+    """Start an engine with the weights of `folder`; a server that already runs gets them pushed.
+
+    `table` has the settings of the engine; they are those of `[engine]` by default.
+    """
+    engine = _started(config, table or config.engine, folder, spec, version)
     try:
         check_engine(config, engine, spec)
     except BaseException:
@@ -71,8 +76,7 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
         raise ConfigError(f"training needs an engine that takes new weights, and this one does not: {can.why_not}")
 
 
-def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
-    engine = config.engine
+def _started(config: TrainConfig, engine: EngineConfig, folder: pathlib.Path, spec: RouterSpec, version: int) -> Engine:
     defaults: dict[str, Any]
     if engine.kind == "embedded":
         from router_replay.engines.embedded import EmbeddedEngine
@@ -93,16 +97,16 @@ def _started(config: TrainConfig, folder: pathlib.Path, spec: RouterSpec, versio
     if engine.kind == "vllm_http":
         from router_replay.engines.vllm.http import VllmHttpEngine
 
-        connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(config, folder))
+        connected: Engine = VllmHttpEngine(engine.url, version=version, spec=spec, **_of_server(engine, folder))
     elif engine.kind == "dynamo":
         from router_replay.engines.dynamo import DynamoEngine
 
-        more = {"model": engine.model or None, "workers": engine.workers, **_of_server(config, folder)}
+        more = {"model": engine.model or None, "workers": engine.workers, **_of_server(engine, folder)}
         connected = DynamoEngine(engine.url, spec, version=version, **more)
     else:
         from router_replay.engines.sglang import SglangEngine
 
-        connected = SglangEngine(engine.url, spec, version=version, **_of_server(config, folder))
+        connected = SglangEngine(engine.url, spec, version=version, **_of_server(engine, folder))
     try:
         connected.update_weights(str(folder), version)
     except BaseException:
@@ -119,16 +123,16 @@ def _graphs(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"cudagraph_capture_sizes": [*(size for size in GRAPH_SIZES if size < most), most]}
 
 
-def _of_server(config: TrainConfig, folder: pathlib.Path) -> dict[str, Any]:
+def _of_server(engine: EngineConfig, folder: pathlib.Path) -> dict[str, Any]:
     """Return the extra settings of an engine behind a URL: the key, kept only in the environment, and the vocabulary.
 
     A server must not return tokens that the policy does not have.
     """
-    name = config.engine.api_key_env
+    name = engine.api_key_env
     key = os.environ.get(name) if name else None
     if name and not key:
         raise ConfigError(
             f"engine.api_key_env = {name!r}: this environment variable is not set, or empty; set it to the server's key"
         )
     vocabulary = vocabulary_of(json.loads((folder / "config.json").read_text()))
-    return {"vocabulary": vocabulary, **config.engine.arguments, "api_key": key}
+    return {"vocabulary": vocabulary, **engine.arguments, "api_key": key}

@@ -120,6 +120,7 @@ def test_what_was_expected_and_what_came(setting: str, line: str) -> None:
         ("max_tokens=1", "max_tokens: unknown; did you mean rollout.max_tokens or trainer.max_tokens?"),
         ("trainer.replay=off", "trainer.replay: unknown; did you mean replay or reference.replay?"),
         ("checkpoint.xyz=1", "checkpoint.xyz: unknown; the known names are every, keep"),
+        ("engines=[{}, {kinds = 'vllm'}]", "engines.1.kinds: unknown; did you mean engines.1.kind?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(setting: str, line: str) -> None:
@@ -193,11 +194,26 @@ def test_all_settings_are_printed() -> None:
     config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
     printed = to_toml(config)
     assert printed.startswith(
-        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\n\n[model]\npath = "tiny"\n'
+        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n[model]\n'
+        'path = "tiny"\n'
     )
     assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
     names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]
-    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][5:] == names
+    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][6:] == names
+
+
+def test_several_engines_are_printed_as_tables_in_place_of_the_one(tmp_path: pathlib.Path) -> None:
+    given = "engines=[{kind = 'vllm', count = 2, max_length = 64}, {kind = 'sglang', url = 'http://a:1'}]"
+    config = load_config(None, [given, "cluster.kind=ray"])
+    assert [(name, table.kind) for name, table in config.all_engines.items()] == [
+        ("engine0", "vllm"), ("engine1", "vllm"), ("engine2", "sglang"),
+    ]  # fmt: skip
+    assert config.max_length == 64
+    file = tmp_path / "printed.toml"
+    file.write_text(to_toml(config))
+    assert file.read_text().count("[[engines]]") == 2
+    assert load_config(file) == config
+    assert check_config(load_config(file), 1) == []
 
 
 def test_what_toml_cannot_say() -> None:
@@ -237,6 +253,12 @@ def changed(settings: str) -> TrainConfig:
         ("engine.kind=sglang", 1, ["engine.url is missing", "sglang"]),
         ("engine.kind=dynamo; engine.url=http://a:1", 1, ["engine.workers is missing", "DYN_SYSTEM_PORT"]),
         ("engine.kind=vllm; engine.model=moe", 1, ["engine.workers and engine.model are for", "dynamo"]),
+        ("engines=[{kind = 'embedded'}]; engine.dtype=float32", 1, ["engine and engines are both given", "leave one"]),
+        ("engines=[{}, {kind = 'sglang'}]", 1, ["engines.1.url is missing", "sglang"]),
+        ("engines=[{}, {arguments = {kv_offloading_size = 4}}]", 1, ["engines.1.arguments.kv_offloading_size=4"]),
+        ("engine.kind=sglang; engine.url=http://a:1; engine.count=2", 1, ["engine.count = 2", "one URL is one engine"]),
+        ("engine.kind=vllm; engine.count=2", 1, ['2 engines of kind "vllm"', 'cluster.kind = "ray"']),
+        ("cluster.ranks=2", 1, ['cluster.ranks with cluster.kind = "processes"', "does not read"]),
         ("environment.kind=jsonl; environment.reward=a:b", 1, ["environment.file is missing"]),
         ("environment.kind=jsonl; environment.file=a", 1, ["environment.reward is missing", "module:function"]),
         ("loss.clip_low=1.0", 1, ["loss.clip_low = 1.0", "below 1"]),
@@ -330,6 +352,8 @@ def test_all_reasons_come_at_once() -> None:
         ("trainer.ulysses=2", 4),
         ("engine.kind=vllm_http; engine.url=http://a:1", 1),
         ('engine.kind=dynamo; engine.url=http://a:1; engine.workers=["http://a:2"]', 1),
+        ("engines=[{kind = 'vllm'}, {}, {kind = 'sglang', url = 'http://a:1'}]", 1),
+        ("cluster.kind=ray; engine.kind=vllm; engine.count=2", 1),
         ("environment.kind=jsonl; environment.file=a; environment.reward=a:b", 1),
         ("loss.clip_low=0.99; loss.truncated_importance=1.0", 1),
         ("loss.normalize=sequence", 1),

@@ -123,6 +123,8 @@ class EngineConfig(Block):
     """the maximum number of tokens of prompt and completion together"""
     weights: str = ""
     """a folder that engine and trainer can both read, for new weights. Empty: shared memory, if it has room"""
+    count: PositiveInt = 1
+    """the number of engines with these settings, for kinds without a URL"""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """more keyword arguments for the engine; they are passed on unchanged"""
 
@@ -350,6 +352,30 @@ class AsynchronousConfig(Block):
         return name
 
 
+class ClusterConfig(Block):
+    """Where the processes of a run come from. `docs/cluster.md` explains it."""
+
+    kind: Literal["processes", "ray"] = "processes"
+    """`"processes"`: this process, or those of torchrun; `"ray"`: Ray actors, which `router-replay train` starts"""
+    address: str = ""
+    """for ray: the address of a Ray cluster that runs, or `"auto"` for the one of this machine. Empty: the run starts
+    Ray on this machine and ends it"""
+    ranks: PositiveInt = 1
+    """for ray: the number of trainer ranks"""
+    cpus_per_rank: PositiveFloat = 1.0
+    """for ray: CPUs that Ray reserves for each trainer rank"""
+    gpus_per_rank: NonNegativeFloat = 0.0
+    """for ray: GPUs that Ray reserves for each trainer rank"""
+    cpus_per_engine: PositiveFloat = 1.0
+    """for ray: CPUs that Ray reserves for each engine without a URL"""
+    gpus_per_engine: NonNegativeFloat = 0.0
+    """for ray: GPUs that Ray reserves for each engine without a URL"""
+    restarts: NonNegativeInt = 3
+    """for ray: how often the trainer ranks may start again from the newest checkpoint after one of them died"""
+    start_timeout: PositiveFloat = 600.0
+    """for ray: the seconds to wait for the cluster to have room for the run, and for the engines to start"""
+
+
 class CheckpointConfig(Block):
     """When the state of the run is saved."""
 
@@ -385,6 +411,9 @@ class TrainConfig(Block):
     """the number of training steps; each one is a rollout, an update and a weight sync"""
     output: Annotated[pathlib.Path, Field(strict=False)] = pathlib.Path("out/run")
     """the folder for metrics and checkpoints"""
+    engines: list[EngineConfig] = Field(default_factory=list)
+    """several engines that work as one: a table `[[engines]]` for each, with the settings of `[engine]`, which must
+    then be left out"""
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -395,8 +424,24 @@ class TrainConfig(Block):
     trainer: TrainerConfig = TrainerConfig()
     megatron: MegatronConfig = MegatronConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def all_engines(self) -> dict[str, EngineConfig]:
+        """Return the settings of every engine by its name: those of `[[engines]]`, or of `[engine]`.
+
+        A table with `count` above 1 stands for as many engines.
+        """
+        tables = self.engines or [self.engine]
+        each = [table for table in tables for _ in range(table.count)]
+        return {f"engine{number}": table for number, table in enumerate(each)}
+
+    @property
+    def max_length(self) -> int:
+        """Return the maximum number of tokens of prompt and completion together that every engine takes."""
+        return min(table.max_length for table in self.engines or [self.engine])
 
     @property
     def longest_response(self) -> int:

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterator
 
 from router_replay.engines.stale import stale_reasons
-from router_replay.rl.config.blocks import TINY, AsynchronousConfig, TrainConfig
+from router_replay.rl.config.blocks import TINY, AsynchronousConfig, ClusterConfig, EngineConfig, TrainConfig
 from router_replay.rl.config.load import config_error
 
 
@@ -30,6 +30,8 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_sizes(config, world_size),
         *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
+        *_refused_engines(config),
+        *_refused_cluster(config),
     ]
     if refusals:
         raise config_error("these settings cannot work", refusals)
@@ -50,17 +52,24 @@ def _refused_with_replay(config: TrainConfig) -> Iterator[str]:
 def _refused_engine_arguments(config: TrainConfig) -> Iterator[str]:
     if config.replay != "r3":
         return
-    arguments = config.engine.arguments
-    for reason in stale_reasons(arguments):
-        yield (
-            f'engine.arguments.{reason}; replay = "r3" needs the right row for each token: remove the argument, or set '
-            'replay = "r2"'
-        )
-    if not arguments.get("enable_return_routed_experts", True):
-        yield (
-            'engine.arguments.enable_return_routed_experts = false with replay = "r3": there are no routes to replay; '
-            'remove it, or set replay = "r2"'
-        )
+    for place, engine in _engines(config):
+        for reason in stale_reasons(engine.arguments):
+            yield (
+                f'{place}.arguments.{reason}; replay = "r3" needs the right row for each token: remove the argument, '
+                'or set replay = "r2"'
+            )
+        if not engine.arguments.get("enable_return_routed_experts", True):
+            yield (
+                f'{place}.arguments.enable_return_routed_experts = false with replay = "r3": there are no routes to '
+                'replay; remove it, or set replay = "r2"'
+            )
+
+
+def _engines(config: TrainConfig) -> list[tuple[str, EngineConfig]]:
+    """Return the settings of the engines, each with its place in the config."""
+    if not config.engines:
+        return [("engine", config.engine)]
+    return [(f"engines.{number}", engine) for number, engine in enumerate(config.engines)]
 
 
 def _refused_losses(config: TrainConfig) -> Iterator[str]:
@@ -210,21 +219,6 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
                 f'{name} = "{folder}": there is no such folder; give a Hugging Face folder, or "{TINY}" for the small '
                 "model of this package"
             )
-    engine = config.engine
-    if engine.kind in engine.behind_url and not engine.url:
-        yield f'engine.url is missing: engine.kind = "{engine.kind}" needs the URL of its server, as http://HOST:PORT'
-    if engine.kind == "dynamo" and not engine.workers:
-        yield (
-            'engine.workers is missing: engine.kind = "dynamo" loads new weights into the workers; give the URLs of '
-            "their system servers (DYN_SYSTEM_PORT)"
-        )
-    if engine.kind != "dynamo" and (engine.workers or engine.model):
-        yield f'engine.workers and engine.model are for engine.kind = "dynamo", not "{engine.kind}"; leave them out'
-    if engine.api_key_env and engine.kind not in engine.behind_url:
-        yield (
-            f'engine.api_key_env with engine.kind = "{config.engine.kind}", which has no server to send a key to; '
-            'leave it out, or set kind = "vllm_http", "sglang" or "dynamo"'
-        )
     if config.environment.kind in config.environment.built_in and config.environment.arguments:
         yield (
             f'environment.arguments with environment.kind = "{config.environment.kind}", which does not take them; '
@@ -235,6 +229,51 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
             yield 'environment.file is missing: environment.kind = "jsonl" reads its problems from there'
         if not config.environment.reward:
             yield 'environment.reward is missing: environment.kind = "jsonl" needs a function, as module:function'
+
+
+def _refused_engines(config: TrainConfig) -> Iterator[str]:
+    if config.engines and "engine" in config.model_fields_set:
+        yield "engine and engines are both given: [engine] is short for one table [[engines]]; leave one of them out"
+    for place, engine in _engines(config):
+        yield from _refused_engine(place, engine)
+    inside = [name for name, engine in config.all_engines.items() if engine.kind == "vllm"]
+    if len(inside) > 1 and config.cluster.kind == "processes":
+        yield (
+            f'{len(inside)} engines of kind "vllm": vLLM can run once in a process; set cluster.kind = "ray", which '
+            'gives each engine a process of its own, or start servers and set kind = "vllm_http"'
+        )
+
+
+def _refused_engine(place: str, engine: EngineConfig) -> Iterator[str]:
+    behind_url = engine.kind in engine.behind_url
+    if behind_url and not engine.url:
+        yield f'{place}.url is missing: {place}.kind = "{engine.kind}" needs the URL of its server, as http://HOST:PORT'
+    if behind_url and engine.count > 1:
+        yield (
+            f'{place}.count = {engine.count} with {place}.kind = "{engine.kind}": one URL is one engine; write a table '
+            "[[engines]] for each URL"
+        )
+    if engine.kind == "dynamo" and not engine.workers:
+        yield (
+            f'{place}.workers is missing: {place}.kind = "dynamo" loads new weights into the workers; give the URLs of '
+            "their system servers (DYN_SYSTEM_PORT)"
+        )
+    if engine.kind != "dynamo" and (engine.workers or engine.model):
+        yield f'{place}.workers and {place}.model are for {place}.kind = "dynamo", not "{engine.kind}"; leave them out'
+    if engine.api_key_env and not behind_url:
+        yield (
+            f'{place}.api_key_env with {place}.kind = "{engine.kind}", which has no server to send a key to; '
+            'leave it out, or set kind = "vllm_http", "sglang" or "dynamo"'
+        )
+
+
+def _refused_cluster(config: TrainConfig) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.kind == "processes":
+        changed = [name for name, value in cluster if value != getattr(ClusterConfig(), name)]
+        if changed:
+            names = ", ".join(f"cluster.{name}" for name in changed)
+            yield f'{names} with cluster.kind = "processes", which does not read them; leave them out, or set "ray"'
 
 
 def _reference_warnings(config: TrainConfig) -> Iterator[str]:
@@ -257,12 +296,13 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
             'replay = "r2" with optimizer.mini_batches = 1: the old pass and the only update have the same weights and '
             "choose the same experts, up to rounding; R2 needs 2 mini-batches or more to have an effect"
         )
-    if config.model.router_dtype == "float32" and config.engine.kind in ("vllm_http", "sglang", "dynamo"):
-        yield (
-            f'model.router_dtype = "float32" with engine.kind = "{config.engine.kind}": the server gets its routers\' '
-            "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
-            "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32 computes in float32"
-        )
+    for place, engine in _engines(config):
+        if config.model.router_dtype == "float32" and engine.kind in engine.behind_url:
+            yield (
+                f'model.router_dtype = "float32" with {place}.kind = "{engine.kind}": the server gets its routers\' '
+                "weights in float32, and computes in a dtype of its own; a vLLM that is started with "
+                "ROUTER_REPLAY_VLLM_ROUTER_DTYPE=float32 computes in float32"
+            )
     loss = config.loss
     if config.loop == "async" and loss.old == "policy" and not loss.truncated_importance:
         yield (
@@ -270,7 +310,7 @@ def _other_warnings(config: TrainConfig) -> Iterator[str]:
             "trained as if the version being updated had sampled them; set loss.truncated_importance = 2, or "
             'loss.old = "rollout"'
         )
-    longest, slots = config.engine.max_length, config.trainer.max_tokens
+    longest, slots = config.max_length, config.trainer.max_tokens
     if longest > slots:
         yield (
             f"engine.max_length = {longest} is above trainer.max_tokens = {slots}: an episode that does not fit into "

@@ -46,13 +46,21 @@ def config_error(place: str, problems: Sequence[str]) -> ConfigError:
 
 def to_toml(config: TrainConfig) -> str:
     """Write every setting with its value as TOML. `load_config` reads it back as an equal config."""
-    outside = "".join(_line("", name, value) for name, value in config if not isinstance(value, Block))
+    lists = {name for name, value in config if isinstance(value, list) and value}  # of blocks: `[[engines]]`
+    outside = "".join(
+        _line("", name, value) for name, value in config if not isinstance(value, Block) and name not in lists
+    )
     blocks = [
-        f"[{name}]\n" + "".join(_line(name, key, item) for key, item in block if not _is_left_out(block, key))
+        _table(f"[{name}]", name, block)
         for name, block in config
-        if isinstance(block, Block)
+        if isinstance(block, Block) and not (name == "engine" and "engines" in lists)
     ]
+    blocks += [_table(f"[[{name}]]", name, block) for name in sorted(lists) for block in getattr(config, name)]
     return "\n".join([outside, *blocks])  # in TOML, settings outside of blocks come first
+
+
+def _table(head: str, name: str, block: Block) -> str:
+    return f"{head}\n" + "".join(_line(name, key, item) for key, item in block if not _is_left_out(block, key))
 
 
 def _line(block: str, name: str, value: Any) -> str:
@@ -133,9 +141,10 @@ def _problem(detail: dict[str, Any]) -> str:
 
 def _unknown(location: tuple[str, ...]) -> str:
     """Return the line for an unknown key. It suggests the nearest name of the block, or the same name elsewhere."""
-    block, name = ".".join(location[:-1]), location[-1]
+    place, name = ".".join(location[:-1]), location[-1]
+    block = "engine" if location[0] == "engines" else place
     known = list(_blocks()[block].model_fields)
-    near = [_dotted(block, key) for key in difflib.get_close_matches(name, known, n=1)]
+    near = [_dotted(place, key) for key in difflib.get_close_matches(name, known, n=1)]
     near = near or [_dotted(other, name) for other, model in _blocks().items() if name in model.model_fields]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the known names are {', '.join(known)}"
     return f"{'.'.join(location)}: unknown; {hint}"

@@ -15,7 +15,7 @@ from router_replay.engines.base import Engine
 from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.engine_start import start_engine
+from router_replay.rl.engine_set import EngineSet
 from router_replay.rl.environments import make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.metrics import MetricsWriter
@@ -36,7 +36,6 @@ from router_replay.rl.state.checkpoints import Progress
 from router_replay.rl.state.journal import Journal
 from router_replay.rl.state.journal import read as read_journal
 from router_replay.rl.state.run_record import record_of
-from router_replay.rl.weights.sync import WeightSync
 
 
 class FirstRank:
@@ -83,15 +82,9 @@ class FirstRank:
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
-        self._sync = WeightSync(
-            config.engine,
-            policy.model,
-            policy.router_names,
-            float32_routers=config.model.router_dtype == "float32",
-        )
+        self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
-        exported = self._sync.export(state, progress.version)
-        self.engine: Engine = closing.enter_context(start_engine(config, exported, policy.spec, progress.version))
+        self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
         if config.loop == "async":
             self._stream = closing.enter_context(self._open_stream(progress, on_turn))
 
@@ -130,7 +123,7 @@ class FirstRank:
                 self._task,
                 problems,
                 config.rollout,
-                max_length=config.engine.max_length,
+                max_length=config.max_length,
                 seed=(config.seed, progress.step),
                 on_turn=ranks.watch.beat,
             )

@@ -48,5 +48,6 @@ def _run(config: TrainConfig, here: Ranks, resume: bool, warnings: Sequence[str]
 
 def _leave_the_engine_a_core(config: TrainConfig, here: Ranks) -> None:
     """Leave the engine a CPU core: threads that wait for each other while vLLM uses their core slow a step tenfold."""
-    if here.device.type == "cpu" and config.engine.kind == "vllm" and "OMP_NUM_THREADS" not in os.environ:
+    inside = config.cluster.kind == "processes" and any(one.kind == "vllm" for one in config.all_engines.values())
+    if here.device.type == "cpu" and inside and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))

@@ -12,7 +12,7 @@ SHOWN = 5
 
 def check_prompt_lengths(task: Task, config: TrainConfig) -> list[str]:
     """Raise a ConfigError that names the prompts that would end the run; return a note if some answers are cut."""
-    limit, slots, answer = config.engine.max_length, config.trainer.max_tokens, config.rollout.max_tokens
+    limit, slots, answer = config.max_length, config.trainer.max_tokens, config.rollout.max_tokens
     multiple = config.trainer.ulysses  # a sequence is padded to it, so that it can be shared
     refused, cut = [], []
     with guarded(f"{type(task).__name__}.prompt_lengths", ConfigError):

@@ -103,7 +103,7 @@ class RolloutStream:
         self._engine, self._task, self._settings = engine, task, config.asynchronous
         self._batch, self._size = config.rollout.prompts, config.rollout.group
         self._seed, self._on_turn, self._journal = config.seed, on_turn, journal
-        self._player = Player(engine, task, config.rollout, config.engine.max_length)
+        self._player = Player(engine, task, config.rollout, config.max_length)
         self._policy = make_policy(self._settings.staleness, self._settings.max_staleness, self._batch)
         self._version, self._epoch = version, 0
         self.ledger = dataclasses.replace(state.ledger, dropped={**Ledger().dropped, **state.ledger.dropped})

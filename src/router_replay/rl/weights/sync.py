@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.base import Engine
+from router_replay.engines.base import Engine, WeightSource
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
 from router_replay.engines.types import InFlight
 from router_replay.errors import ConfigError, EngineError
@@ -87,13 +87,23 @@ class WeightSync:
 
         `in_flight` says what happens to running requests.
         """
-        kind = self._config.kind
+        engine.update_weights(self.source(state, version), version, in_flight)
+        self.remove_older(version)
+
+    def source(self, state: Mapping[str, torch.Tensor], version: int, *, as_folder: bool = False) -> WeightSource:
+        """Return the weights of `state` in the form that the engine loads fastest.
+
+        `as_folder` is for an engine of the run in another process, which takes a folder whatever its kind.
+        """
+        kind = "" if as_folder else self._config.kind
         if kind == "embedded":
-            engine.update_weights(self.for_engine(state), version, in_flight)
-        elif kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
-            engine.update_weights(segment, version, in_flight)
-        else:
-            engine.update_weights(str(self.export(state, version)), version, in_flight)
+            return self.for_engine(state)
+        if kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
+            return segment
+        return str(self.export(state, version))
+
+    def remove_older(self, version: int) -> None:
+        """Remove the folders of other versions than this one."""
         for old in self._root.glob("version_*"):
             if old.name != f"version_{version}":
                 shutil.rmtree(old)
