@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import time
 
 import ray
 
@@ -19,8 +20,7 @@ AT = 20  # a step has 12 episodes
 
 def kill_engine(prompt: str, completion: str, answer: str) -> float:
     if _is_time():
-        _, pid = ray.get(ray.get_actor("engine0").where.remote())
-        os.kill(pid, signal.SIGKILL)
+        os.kill(_pid_of("engine0"), signal.SIGKILL)
     return sevens(prompt, completion, answer)
 
 
@@ -43,10 +43,18 @@ def _is_time() -> bool:
         file.write(".")
     calls = (folder / "calls").stat().st_size
     if calls % 12 == 1:
-        pids = [ray.get(ray.get_actor(name).where.remote())[1] for name in ("engine0", "engine1")]
+        pids = [_pid_of(name) for name in ("engine0", "engine1")]
         with (folder / "engines").open("a") as file:
             file.write(f"{pids}\n")
     return calls == AT
+
+
+def _pid_of(name: str) -> int:
+    while True:
+        try:
+            return int(ray.get(ray.get_actor(name).where.remote())[1])
+        except ray.exceptions.ActorUnavailableError:  # Ray starts it again
+            time.sleep(0.1)
 
 
 def _ranks() -> list[int]:

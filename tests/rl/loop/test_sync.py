@@ -239,10 +239,10 @@ def test_an_engine_that_does_not_take_the_weights_costs_no_step(
 ) -> None:
     real = WeightSync.push
 
-    def push(self: WeightSync, engine: Any, state: Any, version: int) -> None:
+    def push(self: WeightSync, engine: Any, state: Any, version: int, in_flight: Any = "abort") -> None:
         if version == 2:
             raise EngineError("the engine is gone")
-        real(self, engine, state, version)
+        real(self, engine, state, version, in_flight)
 
     config = make_config("steps=3")
     with monkeypatch.context() as patch:
