@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -103,6 +104,24 @@ def test_one_process_computes_what_transformers_computes(
     assert expected.figures[2]["ppo_kl"] != 0  # the third update is off-policy
     moments = alone[mode].optimizer["state"]["model.embed_tokens.weight"]["exp_avg"]
     assert not moments[policies.PADDING].any()
+
+
+@pytest.mark.parametrize("settings", [("loss.old=rollout",), ("loss.age_weight=0.5", "loss.max_age=2")])
+def test_the_loss_has_the_settings_of_asynchronous_runs(folder: pathlib.Path, settings: tuple[str, ...]) -> None:
+    """The engine's log-probs as the old ones, without a scoring pass, and weights by the age of a token."""
+    tiny.start()
+    config = policies.config_of(folder / "model", "replay=r3", *settings)
+    plain = policies.config_of(folder / "model", "replay=r3")
+    figures = []
+    for make, given in ((MegatronPolicy, config), (Policy, config), (MegatronPolicy, plain)):
+        policy = make(given, ONE, folder / "model")
+        every = [dataclasses.replace(one, versions=np.arange(len(one)) % 4) for one in policies.samples(policy.spec)]
+        multiple = 1 if make is MegatronPolicy else None
+        [mini] = delivery.plan([every], ONE, 24, "raise", row_multiple=multiple, version=3)[0]
+        figures.append(policy.update(mini, policy.score(mini)))
+    megatron, transformers, without = figures
+    assert megatron == pytest.approx(transformers, rel=2e-5, abs=2e-5)
+    assert megatron["loss"] != pytest.approx(without["loss"], rel=1e-3)
 
 
 @modes

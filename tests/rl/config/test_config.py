@@ -194,8 +194,8 @@ def test_all_settings_are_printed() -> None:
     config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
     printed = to_toml(config)
     assert printed.startswith(
-        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n'
-        '[model]\npath = "tiny"\n'
+        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n[model]\n'
+        'path = "tiny"\n'
     )
     assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
     names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from router_replay.engines import EnginePool
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import ConfigError, RewardError, TrainError
 from router_replay.rl.config import TrainConfig, check_config
 from router_replay.rl.engine_start import check_engine
 from router_replay.rl.log.metrics import NAMES, read_metrics
+from router_replay.rl.loop.first_rank import FirstRank
 from router_replay.rl.loop.train import train
 from router_replay.rl.rollout.ledger import StreamState
 from router_replay.rl.state import checkpoints, journal
@@ -68,6 +70,34 @@ def test_a_run_learns_within_the_bound_and_says_what_it_did(make_config: Callabl
     assert [path.name for path in sorted((config.output / "journal").iterdir())] == [
         "step_000004.bin", "step_000006.bin",
     ]  # fmt: skip
+
+
+def test_an_engine_that_dies_among_several_costs_no_episode(
+    make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FirstRank.push
+    left: list[dict[str, Any]] = []
+
+    def push(self: FirstRank, state: Any, version: int) -> None:
+        pool = self.engine
+        assert isinstance(pool, EnginePool)
+        if version == 2:
+            pool._members[0].engine.close()
+        real(self, state, version)
+        left.append(pool.report())
+
+    monkeypatch.setattr(FirstRank, "push", push)
+    config = make_config("loop=async", "engine.count=2", "steps=4", "asynchronous.max_staleness=3", "optimizer.lr=1e-3")
+    assert train(config).step == 4
+    assert [facts["lost"] == "" for facts in left[0].values()] == [True, True]
+    assert [facts["lost"] == "" for facts in left[-1].values()] == [False, True]
+    assert left[-1]["engine1"]["version"] == 4
+    assert left[0]["engine0"]["served"] > 0
+    for line in read_metrics(config.output):
+        assert line["routes/live"] == 0
+        assert adds_up(line)
+    dropped = state_of(config.output).ledger.dropped
+    assert set(dropped.values()) - {dropped["interrupted"]} <= {0}  # interrupted are those in progress at the end
 
 
 def test_the_engines_log_probs_replace_the_scoring_pass(make_config: Callable[..., TrainConfig]) -> None:

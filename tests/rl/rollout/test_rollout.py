@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from router_replay.engines import Completion, EnginePool
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.types import Request, Sampling
 from router_replay.errors import RewardError
@@ -35,12 +36,13 @@ class Scripted:
     problems: int | None = None
     max_turns: int | None = None
     turn: int = 0
+    repeat: int = 1
 
     def environment(self) -> Environment:
-        return Scripted(self.answer)
+        return Scripted(self.answer, repeat=self.repeat)
 
     def reset(self, problem: int) -> Sequence[int]:
-        return (5, 6, 7 + problem % 5)
+        return (5, 6, 7 + problem % 5) * self.repeat
 
     def step(self, token_ids: Sequence[int]) -> Turn:
         self.turn += 1
@@ -81,6 +83,40 @@ def test_the_rows_are_those_of_one_pass_over_the_whole(engine: EmbeddedEngine) -
     [whole] = engine.generate([Request(trajectory.token_ids.tolist(), Sampling(1))])
     agree = (np.sort(whole.routes.ids, -1) == np.sort(trajectory.routes.ids, -1)).all(-1)
     assert agree[:-1].mean() > 0.99  # another batch rounds otherwise
+
+
+def test_a_conversation_whose_engine_dies_goes_on_with_its_rows_forced(random_model: pathlib.Path) -> None:
+    asked: list[Request] = []
+
+    class Listening(EmbeddedEngine):
+        async def submit(self, request: Request) -> list[Completion]:
+            asked.append(request)
+            return await super().submit(request)
+
+    engines = {
+        name: make(random_model, max_length=128, eos_token_id=[])
+        for name, make in (("dies", EmbeddedEngine), ("stays", Listening))
+    }
+    turns: list[int] = []
+
+    def on_turn() -> None:
+        turns.append(len(turns))
+        if len(turns) == 2:
+            engines["dies"].close()
+
+    task = Scripted(lambda *_: Turn(done=False, observation=(9,)), repeat=12)  # a prompt that can be recognised
+    with EnginePool(engines, health_seconds=60.0) as pool:
+        rollout = Rollout(pool, task, [0, 1], CONFIG, max_length=128, seed=(0, 0), on_turn=on_turn)
+        episodes = rollout.run()
+    assert [episode.turns for episode in episodes] == [3] * 4
+    moved = [request for request in asked if request.forced_routes is not None]
+    assert len(moved) == 2  # the two episodes of the problem that the engine had
+    for request in moved:
+        [episode] = [e for e in episodes if tuple(e.current.token_ids[: len(request.token_ids)]) == request.token_ids]
+        assert request.forced_routes is not None
+        rows = len(request.forced_routes)
+        assert rows >= 36 + 3
+        assert request.forced_routes.same_sets(episode.current.routes[:rows])
 
 
 def test_changed_history_branches_and_keeps_what_was_sampled(engine: EmbeddedEngine) -> None:

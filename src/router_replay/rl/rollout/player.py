@@ -121,8 +121,9 @@ class Player:
             n=n,
         )
         known = episode.current.start_for(prompt)
-        routes = episode.current.routes[:known] if forced and known else None
-        return Request(prompt, sampling, known if self._engine.capabilities.start else 0, routes)
+        routes = episode.current.routes[:known] if known else None
+        start = known if self._engine.capabilities.start else 0
+        return Request(prompt, sampling, start, routes if forced else None, known_routes=routes)
 
     def append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         """Stitch the answer to `prompt` to the episode."""
