@@ -32,6 +32,7 @@ from tests.engines.conftest import (
     Checkpoints,
     Sampled,
     midway,
+    not_aborted,
     one,
     prompt,
     same,
@@ -86,7 +87,9 @@ def test_an_aborted_rollout_goes_on_with_its_own_routes(
 ) -> None:
     engine = engines["generate"]
     request = Request(prompt(3), LONG)
-    [[partial]] = asyncio.run(midway(engine, [request], lambda: engine.abort([request.id]), sampled=sampled))
+    [[partial]] = asyncio.run(
+        midway(engine, [request], lambda: engine.abort([request.id]), too_late=not_aborted, sampled=sampled)
+    )
     assert partial.finish_reason == "abort"
     known = PROMPT_TOKENS + len(partial.token_ids)
     forced = Routes.concat([partial.routes, Routes.missing(1, engine.spec)])

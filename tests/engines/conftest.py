@@ -128,6 +128,11 @@ def ended_before(landed: list[list[Completion]]) -> bool:
     return any(bool((sample.versions == 0).all()) for samples in landed for sample in samples)
 
 
+def not_aborted(landed: list[list[Completion]]) -> bool:
+    """For `too_late` of an abort: a sample ended by itself before the abort reached it."""
+    return any(sample.finish_reason != "abort" for samples in landed for sample in samples)
+
+
 async def until_sampled(sampled: Sampled, tokens: float, tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Return when the engine has sampled this many tokens, or when one of its tasks has ended."""
     while not any(task.done() for task in tasks) and await asyncio.to_thread(sampled) < tokens:

@@ -14,7 +14,7 @@ import pytest
 
 from router_replay import Trajectory
 from router_replay.engines import Engine, Request, Sampling
-from tests.engines.conftest import LONG, PROMPT_TOKENS, Checkpoints, midway, prompt
+from tests.engines.conftest import LONG, PROMPT_TOKENS, Checkpoints, midway, not_aborted, prompt
 
 ROLLOUTS = 6
 SAMPLING = Sampling(max_tokens=60, ignore_eos=True)
@@ -24,7 +24,7 @@ def test_an_aborted_rollout_resumes_with_its_recorded_rows(
     engine: Engine, checkpoints: Checkpoints, trainer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollouts = [Request(prompt(seed), LONG) for seed in range(ROLLOUTS)]
-    first = [completion for [completion] in asyncio.run(midway(engine, rollouts, engine.abort))]
+    first = [completion for [completion] in asyncio.run(midway(engine, rollouts, engine.abort, too_late=not_aborted))]
     assert all(completion.finish_reason == "abort" for completion in first)
     engine.update_weights(checkpoints.b, 1)
 

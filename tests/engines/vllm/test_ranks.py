@@ -31,6 +31,7 @@ from tests.engines.conftest import (
     ended_before,
     metric,
     midway,
+    not_aborted,
     prompt,
     start_command,
     start_server,
@@ -167,7 +168,7 @@ def test_an_abort_reaches_the_ranks_of_its_requests(stock: Engine, stock_server:
         return [await task for task in tasks]
 
     returns_tokens = numbers_of(installed_version()) >= (0, 32)
-    landed = asyncio.run(midway(stock, requests, stock.abort) if returns_tokens else drop())
+    landed = asyncio.run(midway(stock, requests, stock.abort, too_late=not_aborted) if returns_tokens else drop())
     assert all(completion.finish_reason == "abort" for [completion] in landed)
     assert all((len(completion.token_ids) > 0) == returns_tokens for [completion] in landed)
     eventually(lambda: running(stock_server) == 0)

@@ -37,6 +37,7 @@ from tests.engines.conftest import (
     Trainer,
     metric,
     midway,
+    not_aborted,
     one,
     prompt,
     same,
@@ -268,7 +269,7 @@ def test_an_abort_in_development_mode_returns_what_was_sampled(generate: Engine)
     greedy = Request(prompt(), Sampling(150, 0.0, ignore_eos=True))
     whole = one(generate, greedy)
     aborted: list[Completion] = []
-    [[part]] = asyncio.run(midway(generate, [greedy], lambda: aborted.extend(generate.abort())))
+    [[part]] = asyncio.run(midway(generate, [greedy], lambda: aborted.extend(generate.abort()), too_late=not_aborted))
     assert aborted[-1] is part
     tokens = len(part.token_ids)
     assert part.finish_reason == "abort"
