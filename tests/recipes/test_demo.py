@@ -13,7 +13,7 @@ from router_replay.errors import ConfigError, TrainError
 from router_replay.recipes.tiny.demo import _clear, demo_config, findings, run_demo
 from router_replay.report import comparison
 from router_replay.report.runs import Run
-from router_replay.rl.loop import first_rank
+from router_replay.rl import engine_set
 from router_replay.rl.state.run_folder import LOCK, hold
 from router_replay.run_files import read_metrics
 
@@ -23,7 +23,7 @@ PROCESSES: list[list[str]] = []  # the command lines of the processes that each 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     out = tmp_path_factory.mktemp("demo")
-    start = first_rank.start_engine
+    start = engine_set.start_engine
 
     def noting(*args: Any) -> Any:
         before = set(psutil.Process().children(recursive=True))  # engines of other tests may still run
@@ -33,7 +33,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         return engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_rank, "start_engine", noting)
+        patch.setattr(engine_set, "start_engine", noting)
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # a user's own setting would win
         run_demo(out, steps=1)
     return out

@@ -88,8 +88,8 @@ def test_the_answers_are_those_of_the_engine_itself(
     for name in ("engine0", "engine1"):
         [got] = engine_of(pool, name).generate([request])
         assert np.array_equal(got.token_ids, expected.token_ids)
-        assert np.array_equal(got.logprobs, expected.logprobs)
-        assert np.array_equal(got.routes.ids, expected.routes.ids)
+        assert np.abs(got.logprobs - expected.logprobs).max() < 1e-5  # another number of threads, other rounding
+        assert got.routes.same_sets(expected.routes)
         assert got.versions.tolist() == [1] * len(got.token_ids)
 
 
