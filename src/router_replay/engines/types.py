@@ -149,12 +149,12 @@ class Request:
                 f"(the last prompt row is always returned), got {start}"
             )
         sampling = self.sampling.check(self.id, vocabulary)
-        self._check_rows(self.forced_routes, "forced", spec, tokens)
-        self._check_rows(self.known_routes, "known", spec, tokens)
-        if self.forced_routes is not None and not capabilities.forced_routes:
+        if isinstance(self.forced_routes, Routes) and not capabilities.forced_routes:
             raise EngineError(
                 f"{self.id}: this engine cannot force routes: {capabilities.why_not}. Leave forced_routes out"
             )
+        self._check_rows(self.forced_routes, "forced", spec, tokens)
+        self._check_rows(self.known_routes, "known", spec, tokens)
         return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
 
     def _check_rows(self, rows: Routes | None, kind: str, spec: RouterSpec, tokens: int) -> None:
