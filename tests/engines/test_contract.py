@@ -41,6 +41,10 @@ def test_every_token_but_the_last_has_a_row(engine: Engine) -> None:
     assert set(completion.versions) == set(completion.routes.versions) == {0}
 
 
+def test_an_engine_that_answers_says_so(engine: Engine) -> None:
+    engine.ping()
+
+
 def test_the_same_request_gives_the_same_answer_alone_and_in_a_batch(engine: Engine) -> None:
     alone = [one(engine, Request(prompt(seed), GREEDY)) for seed in range(3)]
     together = engine.generate([Request(prompt(seed), GREEDY) for seed in range(3)])

@@ -64,6 +64,11 @@ def test_rows_and_start(engine: SglangEngine, verified: Say) -> None:
     verified("rows [start_len, seqlen - 1) for start 0, 1, 12, last; the same with and without a prefix-cache hit")
 
 
+def test_a_server_that_answers_says_so(engine: SglangEngine, verified: Say) -> None:
+    engine.ping()
+    verified("ping: /health answers")
+
+
 def test_log_probs_are_those_at_the_temperature(engine: SglangEngine, verified: Say) -> None:
     cold = one(engine, Request(prompt(), Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)))
     # Drawn without a seed, which this server does not take: enough of them that the likeliest token is among them.

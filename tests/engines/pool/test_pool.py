@@ -245,6 +245,19 @@ def test_refused_weights_raise_and_name_the_engine(make: Callable[..., EnginePoo
     assert not any(facts["lost"] for facts in pool.report().values())
 
 
+def test_an_engine_that_returns_does_not_get_weights_that_were_refused(
+    make: Callable[..., EnginePool], checkpoints: Checkpoints
+) -> None:
+    pool = make(connect={"a": lambda: embedded(checkpoints.a)})
+    pool.update_weights(checkpoints.b, 1)
+    with pytest.raises(EngineError, match="nowhere"):
+        pool.update_weights("/nowhere", 2)
+    engine_of(pool, "a").close()
+    until(lambda: bool(pool.report()["a"]["lost"]))
+    until(lambda: not pool.report()["a"]["lost"])
+    assert {facts["version"] for facts in pool.report().values()} == {pool.version} == {1}
+
+
 def test_rolling_updates_leave_versions_in_order(make: Callable[..., EnginePool], checkpoints: Checkpoints) -> None:
     """Requests that run while engines change their weights one after the other have versions that only grow."""
     pool = make(at_once=1)

@@ -228,7 +228,6 @@ class EnginePool(Engine):
         """
         version, in_flight = checks.version(version), check_in_flight(in_flight)
         with self._control:
-            self._weights = (source, version)
             refusals: list[str] = []
 
             def update(member: _Member) -> bool:
@@ -248,7 +247,7 @@ class EnginePool(Engine):
                 raise EngineError("; ".join(refusals))
             if not any(done):
                 raise EngineError(f"no engine of the pool took version {version}: {self._reasons()}")
-            self.version = version
+            self.version, self._weights = version, (source, version)  # what an engine that returns gets
 
     def ping(self) -> None:
         """Raise EngineError if no engine of the pool answers."""

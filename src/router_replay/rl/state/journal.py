@@ -9,8 +9,8 @@ goes on with those that finished later. `read` returns the episodes of a checkpo
     b"router-replay journal 1\\n", then for each episode: length (uint32), CRC-32 (uint32), msgpack
 
 An episode reaches the operating system when `add` returns, so a killed process loses none. A power failure can lose
-what finished since the last checkpoint. A record that a kill cut off at the end of a segment is ignored; any other
-damage is an error.
+what finished since the last checkpoint. A record that reaches beyond the end of its segment was cut off by a kill and
+is ignored. A wrong checksum is an error.
 """
 
 from __future__ import annotations
