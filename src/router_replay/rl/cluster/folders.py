@@ -1,7 +1,7 @@
 """Give an actor on another machine the files of a folder of weights, through Ray's object store.
 
-    sent = send(folder, to_node)                      # only the path, if the actor is on this machine
-    folder = received.open(sent, await fetch(sent))   # in the actor: that path, or a copy in its own shared memory
+sent = send(folder, to_node)                      # only the path, if the actor is on this machine
+folder = received.open(sent, await fetch(sent))   # in the actor: that path, or a copy in its own shared memory
 """
 
 from __future__ import annotations
