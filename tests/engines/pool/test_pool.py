@@ -143,6 +143,9 @@ def test_an_engine_that_returns_to_a_held_pool_is_held(
     engine_of(pool, "a").close()
     until(lambda: bool(pool.report()["a"]["lost"]))
     until(lambda: not pool.report()["a"]["lost"])
+    returned = engine_of(pool, "a")
+    assert isinstance(returned, EmbeddedEngine)
+    assert returned._schedule.paused
 
     async def play() -> Any:
         task = asyncio.create_task(pool.submit(Request(prompt(), GREEDY)))
