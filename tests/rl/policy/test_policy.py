@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Iterator
@@ -92,6 +93,16 @@ def test_r2_replays_the_scoring_pass_also_after_the_weights_changed(make: Callab
     live = routes_of(policy.score(mini))
     assert replayed.same_sets(first)
     assert not live.same_sets(first)  # so the equality above was replay's doing
+
+
+def test_the_age_of_each_token_reaches_the_loss(make: Callable[..., Policy]) -> None:
+    policy = make("replay=r3", "loss.age_weight=0")  # only tokens of the version that is updated count
+    aged = [dataclasses.replace(one, versions=np.full(len(one), 4)) for one in samples(policy)]
+    norms = []
+    for version in (5, 4):
+        [[mini]] = delivery.plan([aged], ONE, 64, "raise", version=version)
+        norms.append(policy.update(mini, policy.score(mini))["grad_norm"])
+    assert norms[0] == 0 < norms[1]
 
 
 def test_off_routes_live_and_counts_agreement_with_the_engine(make: Callable[..., Policy]) -> None:
