@@ -33,7 +33,7 @@ TURNS = 15
 DENSE_TURNS = 41
 JSON_ROWS = 64  # JSON is measured on a slice and scaled
 MODELS = {"8 of 128": (48, 128, 8), "8 of 256": (58, 256, 8), "8 of 384": (60, 384, 8), "22 of 512": (40, 512, 22)}
-SIZE_GOAL, TIME_GOAL, COPY_GOAL, IMPORT_GOAL = 1.02, 1.0, 1.1, 300
+SIZE_GOAL, TIME_GOAL, COPY_GOAL, IMPORT_GOAL, SEEKABLE_GOAL = 1.02, 1.0, 1.1, 300, 1.01
 DENSE, UNCHECKED = "dense", "dense, check_rows=False"
 
 
@@ -172,6 +172,35 @@ def dense_to_copy(blob: bytes) -> dict[str, float]:
     return {path: min(times[path]) / min(times["copy"]) for path in (DENSE, UNCHECKED)}
 
 
+def seekable(model: str) -> dict[str, float]:
+    """Compare the seekable form with version 1: its size, both ways whole, and a 16th of the rows and layers."""
+    layers, experts, k = MODELS[model]
+    routes = capture(layers, experts, k)
+    plain, blob = wire.encode(routes), wire.encode(routes, seekable=True)
+    share = {"first": ROWS // 2, "last": ROWS // 2 + ROWS // 4, "layers": range(layers // 4)}
+    works: dict[str, Callable[[], object]] = {
+        "encode": lambda: wire.encode(routes),
+        "decode": lambda: wire.decode(plain),
+        "seekable encode": lambda: wire.encode(routes, seekable=True),
+        "seekable decode": lambda: wire.decode(blob),
+        "part": lambda: wire.Reader(blob).read(**share),
+    }
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(TURNS):
+        for name, work in works.items():
+            times[name].append(seconds_of(work))
+    best = {name: min(taken) for name, taken in times.items()}
+    reader = wire.Reader(blob)
+    reader.read(**share)
+    return {
+        "size": len(blob) / len(plain),
+        "encode": best["seekable encode"] / best["encode"],
+        "decode": best["seekable decode"] / best["decode"],
+        "part": best["part"] / best["decode"],
+        "part bytes": reader.bytes_read / len(plain),
+    }
+
+
 def import_ms() -> dict[str, float]:
     """Measure importing the package, and everything the wire needs, in a fresh process."""
     code = "import time; begin = time.perf_counter(); import {}; print((time.perf_counter() - begin) * 1e3)"
@@ -269,6 +298,15 @@ def main() -> int:
     print(table(rows))
     print(f"\nfirst encode in a fresh process, 22 of 512: {first_call_ms():.1f} ms")
     failures = missed(rows)
+    for model in MODELS:
+        found = seekable(model)
+        print(
+            f"seekable, {model}, to version 1: size {found['size']:.4f}, encode {found['encode']:.2f}, decode "
+            f"{found['decode']:.2f}; a 16th of rows and layers: {found['part']:.3f} of the time, "
+            f"{found['part bytes']:.3f} of the bytes"
+        )
+        if found["size"] > SEEKABLE_GOAL:
+            failures.append(f"{model}: the seekable form takes {found['size']:.4f} of version 1, goal {SEEKABLE_GOAL}")
     imports = import_ms()
     print(", ".join(f"import {name}: {taken:.0f} ms" for name, taken in imports.items()))
     if imports["router_replay"] > IMPORT_GOAL:

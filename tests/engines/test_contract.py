@@ -346,19 +346,22 @@ def test_a_swap_that_aborts_or_waits_leaves_one_version(
     engine: Engine, checkpoints: Checkpoints, in_flight: Any
 ) -> None:
     async def work() -> None:
-        # More than run at once: the first may end before the update comes to them, the last cannot.
-        tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(12)), seconds=0.1)
-        update = asyncio.create_task(asyncio.to_thread(engine.update_weights, checkpoints.b, 1, in_flight))
-        meanwhile = []
-        while not update.done() and len(meanwhile) < 500:  # who comes later must not keep it waiting for ever
-            meanwhile += await engine.submit(Request(prompt(), Sampling(2, 0.0, ignore_eos=True)))
-        assert len(meanwhile) < 500
-        await update
-        for task in tasks:
-            [completion] = await task
-            if in_flight == "wait" or task is tasks[-1]:
-                assert completion.finish_reason == ("abort" if in_flight == "abort" else "length")
-            # nothing, if it was aborted at once
+        for requests in (12, 48, 192):  # more than run at once; on a slow machine all may end before the update comes
+            tasks = await started(engine, *(Request(prompt(seed), LONG) for seed in range(requests)), seconds=0.1)
+            update = asyncio.create_task(asyncio.to_thread(engine.update_weights, checkpoints.b, 1, in_flight))
+            meanwhile = []
+            while not update.done() and len(meanwhile) < 500:  # who comes later must not keep it waiting for ever
+                meanwhile += await engine.submit(Request(prompt(), Sampling(2, 0.0, ignore_eos=True)))
+            assert len(meanwhile) < 500
+            await update
+            landed = [completion for task in tasks for completion in await task]
+            if in_flight == "wait" or landed[-1].finish_reason == "abort":
+                break
+            await asyncio.to_thread(engine.update_weights, checkpoints.a, 0)
+        assert landed[-1].finish_reason == ("length" if in_flight == "wait" else "abort")
+        for completion in landed:
+            assert completion.finish_reason == "length" or in_flight == "abort"
+            # no version, if it was aborted at once
             assert set(completion.versions) | set(completion.routes.versions) <= {0}
         for completion in meanwhile:  # before or after, never both
             assert len(set(completion.versions) | set(completion.routes.versions)) <= 1
