@@ -177,13 +177,16 @@ def seekable(model: str) -> dict[str, float]:
     layers, experts, k = MODELS[model]
     routes = capture(layers, experts, k)
     plain, blob = wire.encode(routes), wire.encode(routes, seekable=True)
-    share = {"first": ROWS // 2, "last": ROWS // 2 + ROWS // 4, "layers": range(layers // 4)}
+
+    def part(reader: wire.Reader) -> object:
+        return reader.read(first=ROWS // 2, last=ROWS // 2 + ROWS // 4, layers=range(layers // 4))
+
     works: dict[str, Callable[[], object]] = {
         "encode": lambda: wire.encode(routes),
         "decode": lambda: wire.decode(plain),
         "seekable encode": lambda: wire.encode(routes, seekable=True),
         "seekable decode": lambda: wire.decode(blob),
-        "part": lambda: wire.Reader(blob).read(**share),
+        "part": lambda: part(wire.Reader(blob)),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(TURNS):
@@ -191,7 +194,7 @@ def seekable(model: str) -> dict[str, float]:
             times[name].append(seconds_of(work))
     best = {name: min(taken) for name, taken in times.items()}
     reader = wire.Reader(blob)
-    reader.read(**share)
+    part(reader)
     return {
         "size": len(blob) / len(plain),
         "encode": best["seekable encode"] / best["encode"],
