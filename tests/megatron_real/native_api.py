@@ -13,7 +13,6 @@ from tests.megatron_real import tiny
 
 # isort: split
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
@@ -60,43 +59,25 @@ def replay_step(
     `switch` is the change to REPLAY_BACKWARD after each forward pass, which the caller must not forget. `clear` is the
     clean-up after the schedule. Micro-batch `fail_at` raises after its forward pass.
     """
-    losses: list[Tensor] = []
     counts = {id(chunk): 0 for chunk in chunks}
 
-    def forward_step(data: Any, model: Any) -> Any:
+    def run(model: Any, batch: Tensor) -> Tensor:
         number = counts[id(model)]
         counts[id(model)] += 1
         set_rows_of(model, rows_of(routes[number]))
         set_action_of(model, RouterReplayAction.REPLAY_FORWARD)
-        out = tiny.forward(model, next(data))
+        out = tiny.forward(model, batch)
         if switch:
             set_action_of(model, RouterReplayAction.REPLAY_BACKWARD)
         if number == fail_at:
             raise RuntimeError(f"micro-batch {number} fails")
+        return out
 
-        def loss(found: Tensor) -> Any:
-            losses.append(found.detach())
-            return found.sum(), {}
-
-        return out, loss
-
-    for chunk in chunks:
-        chunk.zero_grad()
-    data: Any = [iter(batches) for _ in chunks]
-    sequences, length = batches[0].shape
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=data if len(chunks) > 1 else data[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=length - 1,
-        micro_batch_size=sequences,
-        forward_only=forward_only,
-    )
+    step = tiny.train_step(chunks, batches, forward_only, run=run)
     if clear:
         RouterReplay.clear_global_indices()
         RouterReplay.clear_global_router_replay_action()
-    return tiny.Step(losses, [tiny.gradients(chunk) for chunk in chunks])
+    return step
 
 
 def warm_up_step(

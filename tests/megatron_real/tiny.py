@@ -224,15 +224,18 @@ def train_step(
     batches: Sequence[Tensor],
     forward_only: bool = False,
     during: Callable[[int], None] = lambda number: None,
+    run: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Step:
-    """Run the schedule that megatron has for this pipeline; `during` is called before each forward step."""
+    """Run the schedule that megatron has for this pipeline.
+
+    `during` is called before each forward step with its number; `run` replaces `forward`, the pass of a micro-batch.
+    """
     losses: list[Tensor] = []
     steps = iter(range(10**9))
 
     def forward_step(data: Any, model: Any) -> Any:
         during(next(steps))
-        batch = next(data)
-        out = forward(model, batch)
+        out = (run or forward)(model, next(data))
 
         def loss(found: Tensor) -> Any:
             losses.append(found.detach())
