@@ -28,9 +28,10 @@ from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.rollout.episodes import samples_of
+from router_replay.rl.rollout.groups import version_figures
 from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
-from router_replay.rl.rollout.stream import RolloutStream, version_figures
+from router_replay.rl.rollout.stream import RolloutStream
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
 from router_replay.rl.state.journal import Journal

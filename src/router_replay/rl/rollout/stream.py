@@ -27,6 +27,7 @@ from router_replay.engines.types import InFlight, Request
 from router_replay.errors import EngineError, TrainError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.environments.base import Task
+from router_replay.rl.rollout.groups import Group, Play
 from router_replay.rl.rollout.ledger import Ledger, OpenGroup, Reason, StreamState
 from router_replay.rl.rollout.player import Episode, Player, seed_of
 from router_replay.rl.rollout.staleness import Load, make_policy
@@ -34,51 +35,6 @@ from router_replay.rl.state.journal import Journal
 
 T = TypeVar("T")
 FLAT_STEPS = 50  # a run ends after so many steps' worth of groups without signal in a row
-
-
-@dataclasses.dataclass(eq=False)
-class Play:
-    """Hold what the stream knows of an episode in progress."""
-
-    oldest: int | None = None
-    """The lowest version that its tokens can have; None before its first request."""
-    request: str | None = None
-    """The id of the request that the engine is answering."""
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-    """Hold the episodes of one problem. It is ready when all `size` of them are in `members`."""
-
-    number: int
-    problem: int
-    size: int
-    members: dict[int, Episode] = dataclasses.field(default_factory=dict)
-    playing: dict[int, Play] = dataclasses.field(default_factory=dict)
-    prompt: tuple[int, ...] | None = None
-    dropped: bool = False
-    ready_at: float = 0.0
-    finished_oldest: int | None = None
-
-    @property
-    def oldest(self) -> int | None:
-        """Return the lowest version that its tokens have or can have; None if nothing of it was requested yet."""
-        known = [play.oldest for play in self.playing.values()] + [self.finished_oldest]
-        return min((version for version in known if version is not None), default=None)
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all episodes have finished."""
-        return len(self.members) == self.size
-
-    def finish(self, member: int, episode: Episode) -> None:
-        """Take a finished episode."""
-        self.playing.pop(member, None)
-        self.members[member] = episode
-        versions = episode.versions
-        if len(versions):
-            lowest = int(versions.min())
-            self.finished_oldest = lowest if self.finished_oldest is None else min(self.finished_oldest, lowest)
 
 
 class RolloutStream:
@@ -483,19 +439,3 @@ class RolloutStream:
         self._idle, self._idle_since, self._figures_at = 0.0, now, now
         self._environment_seconds = seconds
         return values
-
-
-def version_figures(episodes: Sequence[Episode], version: int) -> dict[str, float]:
-    """Return the metrics of a step that depend on the ages of its tokens, for an update of `version`."""
-    ages = version - np.concatenate([episode.versions for episode in episodes])
-    spans = [
-        len(np.unique(np.asarray(one.versions)[one.loss_mask]))
-        for episode in episodes
-        for one in episode.trajectories
-        if one.loss_mask.any()
-    ]
-    return {
-        "async/staleness_mean": float(ages.mean()),
-        "async/staleness_max": float(ages.max()),
-        "async/versions_per_sample": float(np.mean(spans)),
-    }
