@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 from router_replay.engines import checks
 from router_replay.engines.base import Engine, check_in_flight
 from router_replay.engines.embedded.cache import why_one_at_a_time
-from router_replay.engines.embedded.order import PassOrder
 from router_replay.engines.embedded.runner import Runner
 from router_replay.engines.embedded.samples import Flight
 from router_replay.engines.embedded.schedule import Barrier, Schedule
 from router_replay.engines.embedded.weights import Source, copy_in_place, refuse_folder, stage
+from router_replay.engines.pass_order import PassOrder
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.forward.inner import inner_model

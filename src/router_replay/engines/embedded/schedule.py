@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from router_replay.engines.base import PAUSED_FINISHES_NOTHING
-from router_replay.engines.embedded.order import PassOrder
 from router_replay.engines.embedded.runner import Runner
 from router_replay.engines.embedded.samples import Flight, Sample
+from router_replay.engines.pass_order import PassOrder
 from router_replay.engines.types import Completion, InFlight
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from router_replay.engines.embedded.order import PassOrder
+from router_replay.engines.pass_order import PassOrder
 from router_replay.errors import TrainError
 from router_replay.rl.state.schedule import Event, ScheduleWriter
 

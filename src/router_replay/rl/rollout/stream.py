@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from router_replay.engines.base import Engine
-from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.types import InFlight
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.environments.base import Task
@@ -65,8 +64,8 @@ class RolloutStream:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if self._order.notes and isinstance(self._engine, EmbeddedEngine):
-            self._order.attach(self._loop, self._engine.obey(self._order))
+        if self._order.notes:  # only for an embedded engine
+            self._order.attach(self._loop, self._engine.obey(self._order))  # type: ignore[attr-defined]
         self._call(self._rollouts.start())
         return self
 

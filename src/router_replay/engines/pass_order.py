@@ -1,4 +1,4 @@
-"""Watch or decide the order of an embedded engine's passes, so that a run can be recorded and repeated to the bit.
+"""Watch or decide the order of an engine's passes, so that a run can be recorded and repeated to the bit.
 
 Which requests share a pass decides the last bits of their results. `PassOrder` only watches and changes nothing; a
 subclass with `decides` also says which requests join the batch, and when.
