@@ -20,8 +20,9 @@ from router_replay.measure import logprob_gap
 from router_replay.replay import RouterReplay
 from router_replay.rl.config import AsynchronousConfig, EngineConfig, RolloutConfig, TrainConfig
 from router_replay.rl.environments.base import Environment, Turn
+from router_replay.rl.rollout.groups import version_figures
 from router_replay.rl.rollout.ledger import Ledger, StreamState
-from router_replay.rl.rollout.stream import RolloutStream, version_figures
+from router_replay.rl.rollout.stream import RolloutStream
 from router_replay.rl.state.journal import Journal
 from router_replay.stitch import Trajectory
 

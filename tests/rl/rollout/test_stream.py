@@ -77,7 +77,8 @@ def check_sum(stream: RolloutStream) -> None:
 
 def finished_in(stream: RolloutStream) -> set[tuple[int, int]]:
     """The finished episodes that are not trained, as the stream holds them."""
-    groups = [*stream._ready, *stream._taken, *list(stream._running.values()), *list(stream._again)]
+    held = stream._rollouts
+    groups = [*held._ready, *held._taken, *list(held._running.values()), *list(held._again)]
     return {(group.number, member) for group in groups for member in list(group.members)}
 
 
@@ -155,7 +156,7 @@ def test_every_episode_ends_once_through_failures_and_kills(seed: int, every: in
             with ChanceEngine(0) as engine:
                 found = read(folder, step, step, SPEC)
                 after = RolloutStream(engine, ChanceTask(), config, Journal(folder), state, found, version=step)
-            held = [*after._ready, *after._again]
+            held = [*after._rollouts._ready, *after._rollouts._again]
             lost = kept - {(group.number, member) for group in held for member in group.members}
             assert after.ledger.dropped["stale"] - state.ledger.dropped["stale"] >= len(lost)  # only by their age
             assert not {group.number for group in held} & before  # nothing is trained twice

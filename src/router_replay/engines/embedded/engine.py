@@ -29,6 +29,7 @@ from router_replay.engines.embedded.runner import Runner
 from router_replay.engines.embedded.samples import Flight
 from router_replay.engines.embedded.schedule import Barrier, Schedule
 from router_replay.engines.embedded.weights import Source, copy_in_place, refuse_folder, stage
+from router_replay.engines.pass_order import PassOrder
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
 from router_replay.forward.inner import inner_model
@@ -167,11 +168,20 @@ class EmbeddedEngine(Engine):
         refuse_folder(source)
         version = checks.version(version)
         staged: dict[str, Any] = {}
-        self._when_settled(
-            in_flight,
-            act=lambda: self._swap(staged, version),
-            prepare=lambda: staged.update(stage(inner_model(self._model), source)),
-        )
+
+        def prepare() -> None:
+            staged.update(stage(inner_model(self._model), source))
+            self._schedule.order.swaps(version)  # before requests end because of it
+
+        self._when_settled(in_flight, act=lambda: self._swap(staged, version), prepare=prepare)
+
+    def obey(self, order: PassOrder) -> Callable[[], None]:
+        """Let `order` watch, or decide, which requests share each pass from now on.
+
+        Returns a function that makes the engine ask `order` again; call it when `order` allows another pass.
+        """
+        self._post(lambda: setattr(self._schedule, "order", order)).result()
+        return self._look_again
 
     def ping(self) -> None:
         """Raise EngineError if the thread of the engine has ended, or if its weights are unknown."""
@@ -202,6 +212,9 @@ class EmbeddedEngine(Engine):
         """Free the places of requests whose callers no longer wait."""
         for flight in flights:
             flight.future.cancel()
+        self._look_again()
+
+    def _look_again(self) -> None:
         with self._wake:
             self._wake.notify()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from router_replay.engines.base import PAUSED_FINISHES_NOTHING
 from router_replay.engines.embedded.runner import Runner
 from router_replay.engines.embedded.samples import Flight, Sample
+from router_replay.engines.pass_order import PassOrder
 from router_replay.engines.types import Completion, InFlight
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
@@ -43,6 +44,7 @@ class Schedule:
     def __init__(self, runner: Runner, spec: RouterSpec, version: int, max_batch: int, max_prefill_tokens: int) -> None:
         self.version = version
         self.paused = False
+        self.order = PassOrder()
         self.broken = ""  # the reason why the weights are unknown, if they are
         self._barriers: collections.deque[Barrier] = collections.deque()
         self._runner = runner
@@ -66,7 +68,9 @@ class Schedule:
 
     def abort(self, wanted: Sequence[str] | None) -> list[Completion]:
         """End these requests (all if None) with their output so far, and return it. Unknown ids are ignored."""
-        return self._bring_down([flight for flight in self._flights if wanted is None or flight.request.id in wanted])
+        flights = [flight for flight in self._flights if wanted is None or flight.request.id in wanted]
+        self.order.aborts(wanted if wanted is not None else [flight.request.id for flight in flights])
+        return self._bring_down(flights)
 
     def _bring_down(self, flights: Sequence[Flight]) -> list[Completion]:
         completions = [completion for flight in flights for completion in flight.land(self._spec)]
@@ -96,20 +100,29 @@ class Schedule:
         """Return whether a barrier or a pass can run now."""
         if self._barriers and not self._must_wait(self._barriers[0]):
             return True
-        return not self.paused and bool(self._runner.samples or self._admissible())
+        if self.paused:
+            return False
+        if self.order.decides:
+            return self._ordered() is not None
+        return bool(self._runner.samples or self._admissible())
 
     def advance(self) -> None:
         """Add one group of prompts to the batch, and generate a token for every sample that was already running."""
         if self.paused:
             return
-        running = bool(self._runner.samples)
-        joining = self._admissible()
+        joining = self._ordered() if self.order.decides else self._admissible()
+        if joining is None:
+            return
+        running, decoding = bool(self._runner.samples), list[str]()
         if joining:
             chosen = set(joining)
             self._waiting = [sample for sample in self._waiting if sample not in chosen]
             self._runner.prefill(joining, self.version)
         if running and self._runner.samples:
+            decoding = _names(self._runner.samples)
             self._runner.decode(self.version)
+        if joining or decoding:
+            self.order.passed(_names(joining), decoding)
         self.land()
 
     def land(self) -> None:
@@ -158,6 +171,18 @@ class Schedule:
                 raise EngineError(PAUSED_FINISHES_NOTHING)
             barrier.waits_for = flights
 
+    def _ordered(self) -> list[Sample] | None:
+        """Return the samples that `order` wants in the next pass; None if it wants no pass, or has to wait for one."""
+        wanted = self.order.joining()
+        if wanted is None:
+            return None
+        by_name: dict[str, list[Sample]] = {}
+        for sample in self._waiting:
+            by_name.setdefault(sample.flight.request.id, []).append(sample)
+        if any(name not in by_name for name in wanted):
+            return None
+        return [sample for name in dict.fromkeys(wanted) for sample in by_name[name]]
+
     def _admissible(self) -> list[Sample]:
         """Return the samples that may join now, in order; all have one prompt length, so no pass needs padding."""
         room = self._max_batch - len(self._runner.samples)
@@ -176,3 +201,8 @@ class Schedule:
             prompts.add(flight)
             group.append(sample)
         return group
+
+
+def _names(samples: Sequence[Sample]) -> list[str]:
+    """Return the ids of the requests of these samples, each as often as it has samples here."""
+    return [sample.flight.request.id for sample in samples]

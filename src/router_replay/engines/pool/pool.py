@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from router_replay.engines import checks
 from router_replay.engines.base import Engine, WeightSource, check_in_flight
+from router_replay.engines.pool.loads import Loads
 from router_replay.engines.pool.prefixes import PrefixMap
 from router_replay.engines.types import Capabilities, Completion, InFlight, Request
 from router_replay.errors import EngineError
@@ -41,7 +42,6 @@ class _Member:
     engine: Engine
     lost: str = ""
     updating: bool = False
-    running: int = 0  # samples in flight
     served: int = 0  # requests answered
     attempts: int = 0  # to reach it since it was set aside
     try_at: float = 0.0
@@ -77,6 +77,8 @@ class EnginePool(Engine):
         if unknown:
             raise EngineError(f"connect has functions for engines that are not in the pool: {unknown}")
         self._members = [_Member(name, engine) for name, engine in engines.items()]
+        self._by_name = {member.name: member for member in self._members}
+        self._loads = Loads(self._members)
         self._connect = dict(connect or {})
         self._slack = checks.integer(slack, "slack", 0, 1 << 31)
         self._at_once = checks.integer(at_once if at_once is not None else len(engines), "at_once", 1, 1 << 31)
@@ -126,7 +128,7 @@ class EnginePool(Engine):
                     continue
                 finally:
                     with self._lock:
-                        member.running -= request.sampling.n
+                        self._loads.add(member, -request.sampling.n)
                         member.flights.pop(request.id, None)
                         self._flights[request.id] = None
                 with self._lock:
@@ -157,7 +159,7 @@ class EnginePool(Engine):
                     return None
                 member = self._best(request)
                 if member is not None:
-                    member.running += request.sampling.n
+                    self._loads.add(member, request.sampling.n)
                     self._flights[request.id] = member
                     return member
                 reasons = self._reasons()
@@ -170,14 +172,18 @@ class EnginePool(Engine):
             await asyncio.sleep(WAIT)
 
     def _best(self, request: Request) -> _Member | None:
-        well = [member for member in self._members if not member.lost]
-        ready = [member for member in well if not member.updating] or well
-        if not ready:
-            return None
-        least = min(ready, key=lambda member: (member.running, member.served))
-        known = self._prefixes.find(request.token_ids)
-        sticky = next((member for member in ready if member.name == known), least)
-        return sticky if sticky.running <= least.running + self._slack else least
+        least, running = self._loads.least()
+        if least.lost or least.updating:
+            well = [member for member in self._members if not member.lost]
+            ready = [member for member in well if not member.updating] or well
+            if not ready:
+                return None
+            least = min(ready, key=lambda member: (self._loads.of(member), member.served))
+            running = self._loads.of(least)
+        sticky = self._by_name.get(self._prefixes.find(request.token_ids) or "", least)
+        if sticky.lost or (sticky.updating and not least.updating):
+            return least
+        return sticky if self._loads.of(sticky) <= running + self._slack else least
 
     def _for(self, member: _Member, request: Request) -> Request:
         """Return the request with its known rows forced if this engine did not compute them."""
@@ -262,7 +268,7 @@ class EnginePool(Engine):
                 member.name: {
                     "kind": type(member.engine).__name__,
                     "served": member.served,
-                    "running": member.running,
+                    "running": self._loads.of(member),
                     "version": member.engine.version,
                     "lost": member.lost,
                 }

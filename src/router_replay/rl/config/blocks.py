@@ -340,6 +340,9 @@ class AsynchronousConfig(Block):
     """start no group while this many finished ones wait for the trainer; 0: only the rule of staleness limits them"""
     environment_threads: PositiveInt = 8
     """the number of threads in which environments and reward functions run"""
+    schedule: str = ""
+    """the file `schedule/step_*.jsonl` of an earlier run: let everything happen in its order, so that the weights are
+    the same to the bit. Needs one embedded engine"""
 
     @field_validator("staleness")
     @classmethod
@@ -350,6 +353,21 @@ class AsynchronousConfig(Block):
                 f"expected 'strict', 'admission' or \"module:Class\" for a class of your own, got {name!r:.80}"
             )
         return name
+
+
+class EvaluationConfig(Block):
+    """How the policy is tested on problems that are not trained."""
+
+    every: NonNegativeInt = 0
+    """evaluate every so many policy versions, from version 0 on, and the last version; 0: never"""
+    prompts: PositiveInt = 64
+    """problems of an evaluation"""
+    group: PositiveInt = 1
+    """episodes per problem"""
+    temperature: NonNegativeFloat = 1.0
+    """the temperature of sampling; 0 takes the most likely token"""
+    file: str = ""
+    """for jsonl: the file with the problems of evaluations. The other environments take problems of another seed"""
 
 
 class ClusterConfig(Block):
@@ -424,6 +442,7 @@ class TrainConfig(Block):
     trainer: TrainerConfig = TrainerConfig()
     megatron: MegatronConfig = MegatronConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -13,7 +13,14 @@ import pathlib
 from collections.abc import Iterator
 
 from router_replay.engines.stale import stale_reasons
-from router_replay.rl.config.blocks import TINY, AsynchronousConfig, ClusterConfig, EngineConfig, TrainConfig
+from router_replay.rl.config.blocks import (
+    TINY,
+    AsynchronousConfig,
+    ClusterConfig,
+    EngineConfig,
+    EvaluationConfig,
+    TrainConfig,
+)
 from router_replay.rl.config.load import config_error
 
 
@@ -27,6 +34,7 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_engine_arguments(config),
         *_refused_losses(config),
         *_refused_asynchronous(config),
+        *_refused_evaluation(config),
         *_refused_sizes(config, world_size),
         *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
@@ -123,6 +131,33 @@ def _refused_asynchronous(config: TrainConfig) -> Iterator[str]:
         yield (
             f"asynchronous.max_ready = {settings.max_ready}: a step needs rollout.prompts = {rollout.prompts} groups, "
             "so the trainer would wait forever; set at least this many, or 0 for no limit"
+        )
+    kinds = [engine.kind for engine in config.all_engines.values()]
+    if settings.schedule and (kinds != ["embedded"] or config.cluster.kind != "processes"):
+        yield (
+            f'asynchronous.schedule = "{settings.schedule}": only one engine of kind "embedded" in the process of the '
+            f"trainer can repeat its passes, and this run has {', '.join(kinds)} with cluster.kind = "
+            f'"{config.cluster.kind}"; leave the setting out, or set these two'
+        )
+
+
+def _refused_evaluation(config: TrainConfig) -> Iterator[str]:
+    evaluation, kind = config.evaluation, config.environment.kind
+    if not evaluation.every:
+        changed = [name for name, value in evaluation if value != getattr(EvaluationConfig(), name)]
+        if changed:
+            names = ", ".join(f"evaluation.{name}" for name in changed)
+            yield f"{names} with evaluation.every = 0: nothing is evaluated; set every, or leave them out"
+        return
+    if kind == "jsonl" and not evaluation.file:
+        yield (
+            'evaluation.file is missing: environment.kind = "jsonl" trains on all problems of environment.file; give a '
+            "file with other problems"
+        )
+    if kind != "jsonl" and evaluation.file:
+        yield (
+            f'evaluation.file with environment.kind = "{kind}", which reads no file: it takes problems of another '
+            "seed; leave it out"
         )
 
 

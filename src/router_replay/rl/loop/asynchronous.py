@@ -19,6 +19,7 @@ def async_loop(run: Run) -> Progress:
     with Interrupts(at_once=run.ranks.world == 1) as interrupts, saving_on_failure(run):
         if run.saved_step is None:  # --resume finds episodes by a checkpoint, so there is one from the start
             run.save()
+        run.begin()
         while run.progress.step < run.config.steps:
             step(run, interrupts)
             run.stop_if_asked(interrupts.asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ import numpy as np
 import torch
 
 from router_replay.engines.base import Engine
+from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
 from router_replay.rl.environments import make_task
 from router_replay.rl.log.display import Display, Quiet
+from router_replay.rl.log.evaluations import EvaluationLog
 from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.loop.phases import Phases
 from router_replay.rl.loop.speed import Speed
@@ -28,14 +31,18 @@ from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.rollout.episodes import samples_of
+from router_replay.rl.rollout.evaluation import Evaluation, EvaluationResult, evaluation_task, result_of
+from router_replay.rl.rollout.groups import version_figures
 from router_replay.rl.rollout.ledger import Ledger, StreamState
+from router_replay.rl.rollout.order import Follower, Order, Recorder
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
-from router_replay.rl.rollout.stream import RolloutStream, version_figures
+from router_replay.rl.rollout.stream import RolloutStream
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
 from router_replay.rl.state.journal import Journal
 from router_replay.rl.state.journal import read as read_journal
 from router_replay.rl.state.run_record import record_of
+from router_replay.rl.state.schedule import ScheduleWriter, head_of, path_in, read_schedule
 
 
 class FirstRank:
@@ -57,8 +64,11 @@ class FirstRank:
         self._stream: RolloutStream | None = None  # with loop = "async"
         self._taken: list[Episode] = []  # of the running step, from the stream
         self._lengths: list[int] = []  # of the sequences of the running step
+        self._evaluated: dict[str, float] = {}  # what an evaluation measured, for the next line of metrics
         self._task = make_task(config.environment, tokenizer, config.seed)
         notes = check_prompt_lengths(self._task, config)
+        self._evaluation_task = evaluation_task(config, tokenizer) if config.evaluation.every else None
+        self._evaluations: EvaluationLog | None = None
         self._saved = _saved_rollouts(config, progress)
         self.record, changes = record_of(config, self._task, checkpoint, progress.step)
         for text in [*notes, *changes]:
@@ -85,6 +95,9 @@ class FirstRank:
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
+        if self._evaluation_task is not None:
+            self._evaluation = Evaluation(self.engine, self._evaluation_task, config, on_turn)
+            self._evaluations = closing.enter_context(EvaluationLog(config.output, progress.version))
         if config.loop == "async":
             self._stream = closing.enter_context(self._open_stream(progress, on_turn))
 
@@ -95,10 +108,26 @@ class FirstRank:
         if progress.rollouts is not None:
             finished = read_journal(config.output, progress.step, progress.version, self.engine.spec)
         stream = RolloutStream(
-            self.engine, self._task, config, journal, self._saved, finished, version=progress.version, on_turn=on_turn
-        )
+            self.engine, self._task, config, journal, self._saved, finished,
+            version=progress.version, on_turn=on_turn, order=self._order(progress),
+        )  # fmt: skip
         stream.begin_journal(progress.step)
         return stream
+
+    def _order(self, progress: Progress) -> Order:
+        """Return what records or decides the order of events; only an embedded engine can do either."""
+        if not isinstance(self.engine, EmbeddedEngine):
+            return Order()
+        config, head = self._config, head_of(self._config, progress.step, progress.version)
+        if not config.asynchronous.schedule:
+            return Recorder(ScheduleWriter(config.output, head))
+        path = pathlib.Path(config.asynchronous.schedule)
+        events = read_schedule(path, head)
+        if path.resolve() == path_in(config.output, progress.step).resolve():
+            raise ConfigError(
+                f"asynchronous.schedule = {str(path)!r} is the file that this run writes: copy it away first"
+            )
+        return Follower(ScheduleWriter(config.output, head), events, str(path))
 
     @property
     def episodes(self) -> list[Episode]:
@@ -151,6 +180,28 @@ class FirstRank:
             self._sync.push(self.engine, state, version)
         else:
             self._stream.new_weights(version, lambda kept: self._sync.push(self.engine, state, version, kept))
+            self._note_evaluation(self._stream.evaluated())
+
+    def evaluate(self, progress: Progress) -> None:
+        """Evaluate the version of `progress`, unless an earlier process did. With `loop = "async"` it only begins here.
+
+        Training goes on beside it; `push` waits for its end before the weights change.
+        """
+        if self._evaluations is None or progress.version in self._evaluations.versions:
+            return
+        if self._stream is None:
+            started = time.perf_counter()
+            episodes = self._evaluation.play()
+            self._note_evaluation(result_of(episodes, progress.version, time.perf_counter() - started))
+            return
+        self._stream.evaluate(self._evaluation)
+        if progress.step >= self._config.steps:
+            self._note_evaluation(self._stream.evaluated())
+
+    def _note_evaluation(self, result: EvaluationResult | None) -> None:
+        if result is not None and self._evaluations is not None:
+            self._evaluations.add(result)
+            self._evaluated = result.as_metrics()
 
     def for_checkpoint(self, progress: Progress) -> Progress:
         """Return the progress with the state of the rollouts, whose finished episodes are then in the journal."""
@@ -187,6 +238,8 @@ class FirstRank:
             values["async/trainer_idle"] = seconds["seconds/rollout"] / seconds["seconds/step"]
         values["tokens_per_second"] = values["tokens"] / seconds["seconds/step"]
         values |= self._speed.of_step(self._lengths, seconds, ranks)
+        values |= self._evaluated
+        self._evaluated = {}
         self._writer.write(progress.step - 1, values)
         self._display.step(progress.step - 1, values)
         self._rollout, self._taken = None, []

@@ -111,6 +111,19 @@ class Run:
         state = self.policy.whole_weights()
         return self.on_first(lambda first: first.push(state, self.progress.version))[1]
 
+    def begin(self) -> None:
+        """Evaluate the version that the run starts with, if that is due."""
+        if self.progress.step < self.config.steps and (failure := self.evaluate()) is not None:
+            raise failure
+
+    def evaluate(self) -> BaseException | None:
+        """Evaluate the current version if that is due. A failure is returned, as by `push`."""
+        every, last = self.config.evaluation.every, self.progress.step >= self.config.steps
+        if not every or (self.progress.version % every and not last):
+            return None
+        with self.phases.phase("evaluation"):
+            return self.on_first(lambda first: first.evaluate(self.progress))[1]
+
     def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:
         """Gather the results of all ranks; the first rank writes them."""
         seconds = self.phases.end_step()

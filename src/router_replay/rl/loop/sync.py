@@ -15,6 +15,7 @@ from router_replay.rl.state.checkpoints import Progress
 def sync_loop(run: Run) -> Progress:
     """Run all remaining steps, write a last checkpoint, and return the progress."""
     with Interrupts(at_once=run.ranks.world == 1) as interrupts, saving_on_failure(run):
+        run.begin()
         while run.progress.step < run.config.steps:
             step(run, interrupts)
             run.stop_if_asked(interrupts.asked)
@@ -37,6 +38,8 @@ def step(run: Run, interrupts: Interrupts) -> None:
         run.step_is_done()
         with run.phases.phase("sync"):
             failure = run.push()
+        if failure is None:
+            failure = run.evaluate()
         # Written before the checkpoint, so that a step that will not run again has its metrics even if the run is
         # killed.
         run.report(figures, minis, scored)

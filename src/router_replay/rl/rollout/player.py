@@ -11,6 +11,7 @@ Both loops are made of these calls. `rollout.py` plays the episodes of a step to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -105,12 +106,18 @@ class Player:
         return max(0, min(self._config.max_tokens, self._max_length - len(episode.prompt)))
 
     def request(
-        self, episode: Episode, seed: int, n: int = 1, more: Sequence[int] = (), forced: bool = False
+        self,
+        episode: Episode,
+        seed: int,
+        n: int = 1,
+        more: Sequence[int] = (),
+        forced: bool = False,
+        id: str | None = None,
     ) -> Request:
         """Return the request of the next turn.
 
         `more` are tokens of this turn that were already sampled, before an abort. With `forced` the engine is made to
-        use the rows that are known of the prompt.
+        use the rows that are known of the prompt. `id` is the request's; a new one by default.
         """
         prompt = (*episode.prompt, *more)
         sampling = Sampling(
@@ -123,7 +130,8 @@ class Player:
         known = episode.current.start_for(prompt)
         routes = episode.current.routes[:known] if known else None
         start = known if self._engine.capabilities.start else 0
-        return Request(prompt, sampling, start, routes if forced else None, known_routes=routes)
+        request = functools.partial(Request, prompt, sampling, start, routes if forced else None, known_routes=routes)
+        return request() if id is None else request(id=id)
 
     def append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         """Stitch the answer to `prompt` to the episode."""
