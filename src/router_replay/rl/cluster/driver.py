@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from router_replay.errors import ConfigError, RouterReplayError, TrainError
 from router_replay.rl.cluster.engines import EngineActor
 from router_replay.rl.cluster.ranks import Place, RankActor, end_process, interrupt_process
+from router_replay.rl.cluster.routes import POST, PostActor
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.config.checks import check_config
 from router_replay.rl.processes.ranks import world_size
@@ -68,6 +69,8 @@ class Cluster:
                 for number, name in enumerate(self._names)
             ]
             self._closing.callback(self._close_engines)
+            post = ray.remote(PostActor).options(name=POST, num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+            self._closing.callback(ray.kill, post)
             on_failure.pop_all()
 
     def train(self, resume: bool) -> tuple[Progress | None, str]:
@@ -145,6 +148,7 @@ def _connected(config: TrainConfig) -> Iterator[None]:
     else:  # CPUs are only counted, so a small machine may run more processes than it has cores
         needed = math.ceil(sum(bundle["CPU"] for bundle in _bundles(config)))
         options |= {"include_dashboard": False, "num_cpus": max(needed, os.cpu_count() or 1)}
+        options["object_store_memory"] = config.cluster.object_store_bytes or None
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -29,6 +29,7 @@ from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.rollout import Episode, Rollout
 from router_replay.rl.rollout.episodes import samples_of
 from router_replay.rl.rollout.ledger import Ledger, StreamState
+from router_replay.rl.rollout.player import Keep
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 from router_replay.rl.rollout.stream import RolloutStream, version_figures
 from router_replay.rl.state import checkpoints
@@ -56,6 +57,7 @@ class FirstRank:
         self._rollout: Rollout | None = None
         self._stream: RolloutStream | None = None  # with loop = "async"
         self._taken: list[Episode] = []  # of the running step, from the stream
+        self._keep: Keep | None = None  # with Ray, the rows of finished episodes are in its object store
         self._lengths: list[int] = []  # of the sequences of the running step
         self._task = make_task(config.environment, tokenizer, config.seed)
         notes = check_prompt_lengths(self._task, config)
@@ -85,6 +87,10 @@ class FirstRank:
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
+        if config.cluster.kind == "ray":
+            from router_replay.rl.cluster.routes import keeper
+
+            self._keep = keeper(config, self.engine.spec)
         if config.loop == "async":
             self._stream = closing.enter_context(self._open_stream(progress, on_turn))
 
@@ -93,9 +99,17 @@ class FirstRank:
         config, journal = self._config, Journal(self._config.output)
         finished: list[tuple[int, int, Episode]] = []
         if progress.rollouts is not None:
-            finished = read_journal(config.output, progress.step, progress.version, self.engine.spec)
+            finished = read_journal(config.output, progress.step, progress.version, self.engine.spec, self._keep)
         stream = RolloutStream(
-            self.engine, self._task, config, journal, self._saved, finished, version=progress.version, on_turn=on_turn
+            self.engine,
+            self._task,
+            config,
+            journal,
+            self._saved,
+            finished,
+            version=progress.version,
+            on_turn=on_turn,
+            keep=self._keep,
         )
         stream.begin_journal(progress.step)
         return stream
@@ -126,6 +140,7 @@ class FirstRank:
                 max_length=config.max_length,
                 seed=(config.seed, progress.step),
                 on_turn=ranks.watch.beat,
+                keep=self._keep,
             )
             episodes = self._rollout.run()
         phases.seconds["seconds/reward"] = self._rollout.seconds_in_environments

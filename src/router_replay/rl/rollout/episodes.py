@@ -67,7 +67,7 @@ def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
         for episode in episodes:
             for trajectory in episode.trajectories:
                 tokens = trajectory.token_ids
-                rows = b"" if trajectory.routes is None else wire.encode(trajectory.routes, codec="dense")
+                rows = b"" if trajectory.routes is None else wire.encode(trajectory.routes.read(), codec="dense")
                 line = {
                     "problem": episode.problem,
                     "group": episode.group,

@@ -28,7 +28,7 @@ from router_replay.errors import EngineError, TrainError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.environments.base import Task
 from router_replay.rl.rollout.ledger import Ledger, OpenGroup, Reason, StreamState
-from router_replay.rl.rollout.player import Episode, Player, seed_of
+from router_replay.rl.rollout.player import Episode, Keep, Player, seed_of
 from router_replay.rl.rollout.staleness import Load, make_policy
 from router_replay.rl.state.journal import Journal
 
@@ -85,7 +85,7 @@ class RolloutStream:
     """Play groups of episodes from the problems of `task` until it is closed.
 
     `state` and `finished` come from the checkpoint and its journal. `version` is the engine's. `on_turn` is called
-    after each turn. If a task fails, `take` raises its error.
+    after each turn. `keep` puts the rows of finished episodes away. If a task fails, `take` raises its error.
     """
 
     def __init__(
@@ -99,11 +99,12 @@ class RolloutStream:
         *,
         version: int,
         on_turn: Callable[[], object] = lambda: None,
+        keep: Keep | None = None,
     ) -> None:
         self._engine, self._task, self._settings = engine, task, config.asynchronous
         self._batch, self._size = config.rollout.prompts, config.rollout.group
         self._seed, self._on_turn, self._journal = config.seed, on_turn, journal
-        self._player = Player(engine, task, config.rollout, config.max_length)
+        self._player = Player(engine, task, config.rollout, config.max_length, keep)
         self._policy = make_policy(self._settings.staleness, self._settings.max_staleness, self._batch)
         self._version, self._epoch = version, 0
         self.ledger = dataclasses.replace(state.ledger, dropped={**Ledger().dropped, **state.ledger.dropped})
@@ -315,6 +316,8 @@ class RolloutStream:
                 await self._in_pool(self._player.step, episode, prompt, tokens)
         if group.dropped:
             self._wasted += episode.sampled_tokens
+        else:
+            await self._in_pool(self._player.put_away, episode)
         return episode
 
     async def _answer(self, group: Group, member: int, episode: Episode, turn: int) -> list[int]:
