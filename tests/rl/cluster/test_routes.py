@@ -117,7 +117,7 @@ def test_a_full_store_loses_nothing() -> None:
     blobs = [random_routes(100_000, SPEC, seed) for seed in range(2)]
     kept = [keep(blobs[number % 2]) for number in range(18)]
     in_use = [ray.get(one.reference) for one in kept[:4]]
-    kept += [keep(blobs[0]) for _ in range(2)]
+    kept += [keep(blobs[number]) for number in range(2)]
     assert sum(len(ray.get(one.reference)) for one in kept) > 3 * 78643200
     assert all(one.read(99_000) == blobs[number % 2][99_000:] for number, one in enumerate(kept))
     assert len(in_use[0]) > 100_000 * 16 * 8

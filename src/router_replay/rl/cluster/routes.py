@@ -5,6 +5,9 @@
     [source] = post.receive(rank=1)          # on the second rank
     source.read(4096, 8192)                  # maps the object, and decodes the chunks of these rows
 
+A rank on another machine gets the whole object if it needs all of it, and otherwise only its part, which is cut out on
+the machine that has the object.
+
 An object leaves the store when nobody refers to it any more: the first rank drops its episodes at the end of a step,
 and every rank its mini-batches. If the store is full, Ray writes objects to disk, or makes `keep` wait.
 """
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from router_replay import wire
 from router_replay.errors import TrainError
@@ -40,13 +44,13 @@ POST = "post"  # the name of the actor
 class StoredRoutes(RouteSource):
     """The routes of one trajectory in Ray's object store.
 
-    `reference` is that of the object, which holds a seekable blob. `spec` is the model's, and `captured_runs` says
-    which rows are captured.
+    `reference` is that of the object, which holds a seekable blob, and `node` is the Ray node that has it. `spec` is
+    the model's, and `captured_runs` says which rows are captured.
     """
 
-    def __init__(self, reference: Any, spec: RouterSpec, captured_runs: Runs) -> None:
+    def __init__(self, reference: Any, node: str, spec: RouterSpec, captured_runs: Runs) -> None:
         self.reference = reference
-        self._spec, self._captured = spec, captured_runs
+        self._node, self._spec, self._captured = node, spec, captured_runs
 
     @property
     def spec(self) -> RouterSpec:
@@ -59,26 +63,48 @@ class StoredRoutes(RouteSource):
         return self._captured
 
     def open(self) -> wire.Reader:
-        """Return a reader of the blob, which is mapped and not copied. It counts the bytes that are read of it."""
+        """Return a reader of the whole blob, which is mapped and not copied. It counts the bytes that are read of it.
+
+        On another machine than that of the object, Ray brings the object there first.
+        """
+        return wire.Reader(self._fetched(self.reference), self._spec)
+
+    def read(self, first: int = 0, last: int | None = None, layers: Sequence[int] | None = None) -> Routes:
+        """Read the rows from `first` up to but without `last` (default: all), of these `layers` (default: all).
+
+        The rows were checked where they entered, and are not checked again.
+        """
+        last = len(self) if last is None else last
+        wanted = self._spec.layers if layers is None else tuple(layers)
+        is_all = (first, last) == (0, len(self)) and wanted == self._spec.layers
+        if is_all or self._node == ray.get_runtime_context().get_node_id():
+            return self.open().read(first, last, layers, check_rows=False)
+        there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        cut = ray.remote(_cut).options(num_cpus=0, scheduling_strategy=there)
+        share = self._fetched(cut.remote(self.reference, self._spec, first, last, wanted))
+        return wire.decode(share, spec=self._spec.select(wanted), check_rows=False)
+
+    def _fetched(self, reference: Any) -> Any:
         with saying(lambda: f"waiting for the routes of a trajectory of {len(self)} rows, which the first rank stored"):
             try:
-                blob = ray.get(self.reference)
+                return ray.get(reference)
             except RayError as error:
                 raise TrainError(
                     f"the routes of a trajectory are not in Ray's object store any more: {type(error).__name__}; the "
                     "process or the machine that held them has ended"
                 ) from error
-        return wire.Reader(blob, self._spec)
 
-    def read(self, first: int = 0, last: int | None = None, layers: Sequence[int] | None = None) -> Routes:
-        """Read the rows from `first` up to but without `last` (default: all), of these `layers` (default: all)."""
-        return self.open().read(first, last, layers, check_rows=False)  # they were checked where they entered
+
+def _cut(blob: np.ndarray, spec: RouterSpec, first: int, last: int, layers: Sequence[int]) -> np.ndarray:
+    """Return a smaller blob with these rows and layers. It runs on the machine that has `blob`."""
+    rows = wire.Reader(blob, spec).read(first, last, layers, check_rows=False)
+    return np.frombuffer(wire.encode(rows, codec="dense"), np.uint8)
 
 
 def keep(routes: Routes, codec: str = "dense") -> StoredRoutes:
     """Put the routes of a trajectory into the store, written with this `codec`. It waits while the store is full."""
     blob = np.frombuffer(wire.encode(routes, codec=codec, seekable=True), np.uint8)
-    return StoredRoutes(_put(blob), routes.spec, routes.captured_runs)
+    return StoredRoutes(_put(blob), ray.get_runtime_context().get_node_id(), routes.spec, routes.captured_runs)
 
 
 def keeper(config: TrainConfig, spec: RouterSpec) -> Callable[[Routes], RouteSource]:
