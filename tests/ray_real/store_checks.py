@@ -9,6 +9,7 @@ import pytest
 
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.loop.train import train
+from router_replay.rl.rollout.ledger import REASONS
 from tests.rl.cluster.command import COMMON, assert_like_a_run_of_one_process, run
 from tests.rl.state.test_checkpoints import lines
 
@@ -43,6 +44,3 @@ def test_a_full_store_costs_no_episode(settings: list[str], tmp_path: pathlib.Pa
             ended = line["episodes/trained"] + sum(line[f"episodes/dropped_{why}"] for why in REASONS)
             assert line["episodes/admitted"] == ended + line["episodes/saved"] + line["episodes/playing"]
         assert found[-1]["episodes/trained"] == 4 * 12
-
-
-REASONS = ("stale", "no_signal", "interrupted")

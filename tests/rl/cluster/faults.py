@@ -66,14 +66,15 @@ def fill_store(prompt: str, completion: str, answer: str) -> float:
     """Kill nothing, and hold more objects in use than the store has room for; Ray can move none of them."""
     if not _held:
         for _ in range(3):
-            _held.append(ray.get(ray.put(np.zeros(30 << 20, np.uint8))))
+            reference = ray.put(np.zeros(30 << 20, np.uint8))
+            _held.append((reference, ray.get(reference)))
     free = int(ray.available_resources().get("object_store_memory", 0))
     with pathlib.Path(os.environ["FAULTS"], "free").open("a") as file:
         file.write(f"{free}\n")
     return sevens(prompt, completion, answer)
 
 
-_held: list[np.ndarray] = []
+_held: list[tuple[ray.ObjectRef, np.ndarray]] = []
 
 
 def _used() -> int:

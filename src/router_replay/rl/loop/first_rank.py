@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
-from router_replay.rl.environments import make_task
+from router_replay.rl.environments import Task, make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.loop.phases import Phases
@@ -91,6 +91,10 @@ class FirstRank:
             from router_replay.rl.cluster.routes import keeper
 
             self._keep = keeper(config, self.engine.spec)
+        if config.cluster.environments:
+            from router_replay.rl.cluster.environments import RayTask
+
+            self._task = cast(Task, RayTask(self._task, config))
         if config.loop == "async":
             self._stream = closing.enter_context(self._open_stream(progress, on_turn))
 
@@ -141,6 +145,7 @@ class FirstRank:
                 seed=(config.seed, progress.step),
                 on_turn=ranks.watch.beat,
                 keep=self._keep,
+                threads=max(1, config.cluster.environments),
             )
             episodes = self._rollout.run()
         phases.seconds["seconds/reward"] = self._rollout.seconds_in_environments

@@ -92,7 +92,7 @@ class Player:
 
     def reset(self, number: int, group: int, problem: int) -> Episode:
         """Start an episode of a problem."""
-        with guarded(f"problem {problem}: {type(self._task).__name__}.environment and its reset", RewardError):
+        with guarded(f"problem {problem}: {_name(self._task)}.environment and its reset", RewardError):
             environment = self._task.environment()
             prompt = tuple(int(token) for token in environment.reset(problem))
         episode = Episode(number, group, problem, environment, prompt, [Trajectory(self._engine.spec)])
@@ -163,7 +163,7 @@ class Player:
     def _turn(self, episode: Episode, tokens: list[int]) -> Turn:
         assert episode.environment is not None
         started = time.perf_counter()
-        name = f"{type(episode.environment).__name__}.step"
+        name = f"{_name(episode.environment)}.step"
         try:
             with guarded(f"problem {episode.problem}, turn {episode.turns}: {name}", RewardError):
                 turn = episode.environment.step(tokens)
@@ -174,6 +174,11 @@ class Player:
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
         return turn
+
+
+def _name(made: Task | Environment) -> str:
+    """Return the name of the user's class in messages; what stands for it in this process knows it."""
+    return getattr(made, "name", None) or type(made).__name__
 
 
 def seed_of(*numbers: int) -> int:

@@ -9,6 +9,7 @@ All episodes take their turns together, with one batch of requests per turn, so 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -29,7 +30,8 @@ class Rollout:
 
     `problems` are the problem numbers, each of which gets `config.group` episodes. `max_length` limits prompt and
     completion together. `seed` decides all samples of the step. `on_turn` is called before each turn. `keep` puts the
-    rows of finished episodes away, so that this process has those of the others only.
+    rows of finished episodes away, so that this process has those of the others only. `threads` environments take their
+    steps at the same time.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Rollout:
         seed: Sequence[int],
         on_turn: Callable[[], object] = lambda: None,
         keep: Keep | None = None,
+        threads: int = 1,
     ) -> None:
         self._engine, self._config = engine, config
         self._player = Player(engine, task, config, max_length, keep)
-        self._one_by_one = keep is not None
+        self._one_by_one, self._threads = keep is not None, threads
         self._seed, self._on_turn = seed, on_turn
         self.episodes: list[Episode] = []
         for group, problem in enumerate(problems):
@@ -74,11 +77,21 @@ class Rollout:
                 sampled[place] = completion.token_ids.tolist()
                 if turn == self._player.turns - 1:
                     self._player.put_away(waiting[place])
-            for episode, prompt, tokens in zip(waiting, prompts, sampled, strict=True):
-                self._player.step(episode, prompt, tokens)
+            self._step(waiting, prompts, sampled)
+            for episode in waiting:
                 if episode.done or not self._player.room(episode):
                     self._player.put_away(episode)
         return self.episodes
+
+    def _step(self, episodes: list[Episode], prompts: Sequence[Sequence[int]], sampled: list[list[int]]) -> None:
+        """Let the environments of these episodes take a step."""
+        if self._threads == 1:
+            for episode, prompt, tokens in zip(episodes, prompts, sampled, strict=True):
+                self._player.step(episode, prompt, tokens)
+            return
+        with concurrent.futures.ThreadPoolExecutor(self._threads, "router-replay-env") as pool:
+            for _ in pool.map(self._player.step, episodes, prompts, sampled):
+                pass  # raises what a step raised
 
     def _answers(self, requests: Sequence[Request], episodes: int) -> Iterator[tuple[int, Completion]]:
         """Yield the completions, each with the number of its episode among those that wait.

@@ -15,6 +15,7 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -26,13 +27,14 @@ from router_replay.engines.base import Engine
 from router_replay.engines.types import InFlight, Request
 from router_replay.errors import EngineError, TrainError
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.environments.base import Task
+from router_replay.rl.environments.base import EnvironmentLost, Task
 from router_replay.rl.rollout.ledger import Ledger, OpenGroup, Reason, StreamState
 from router_replay.rl.rollout.player import Episode, Keep, Player, seed_of
 from router_replay.rl.rollout.staleness import Load, make_policy
 from router_replay.rl.state.journal import Journal
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 FLAT_STEPS = 50  # a run ends after so many steps' worth of groups without signal in a row
 
 
@@ -116,7 +118,7 @@ class RolloutStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._stopped = False
-        self._flat = 0  # groups without signal in a row
+        self._flat = self._lost = 0  # groups without signal in a row; groups whose environment was lost, in a row
         self._wasted = self._resumed = self._submitted = 0
         self._idle, self._idle_since = 0.0, time.perf_counter()
         self._figures_at, self._environment_seconds = self._idle_since, 0.0
@@ -292,6 +294,8 @@ class RolloutStream:
             episode = await self._played(group, member)
         except asyncio.CancelledError:
             raise
+        except EnvironmentLost as error:
+            self._without_environment(group, error)
         except BaseException as error:
             self._fail(error)
         else:
@@ -401,9 +405,19 @@ class RolloutStream:
         elif self._policy.evict([group], self._version):
             self._drop(group, "stale")
         else:
+            self._lost = 0
             group.ready_at = time.perf_counter()
             self._ready.append(group)
             self._news.set()
+
+    def _without_environment(self, group: Group, error: EnvironmentLost) -> None:
+        """Drop a group of which an environment was lost with its process. If all are lost, that is the error."""
+        logger.warning("%s; its group is dropped", error)
+        if not group.dropped:
+            self._drop(group, "environment")
+        self._lost += 1
+        if self._lost >= FLAT_STEPS * self._batch:
+            self._fail(error)
 
     def _drop(self, group: Group, reason: Reason) -> None:
         group.dropped = True
