@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 import ray
 
 from router_replay.errors import RewardError, TrainError
