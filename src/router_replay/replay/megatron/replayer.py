@@ -179,7 +179,8 @@ class MegatronReplay:
     ) -> list[Share]:
         """Return this rank's share of every micro-batch, cut as `replay` cuts it, for several calls of `replay`.
 
-        The arguments are those of `replay`. Of rows that lie in a store, only this rank's are read, and only here.
+        `micro_batches`, `micro_batch_size` and `on_missing` are as in `replay`. Of rows that lie in a store, only this
+        rank's are read, and only here.
         """
         entries = _entries(micro_batches)
         shares = [
