@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -50,16 +51,12 @@ class Rollout:
         self._engine, self._config = engine, config
         self._player = Player(engine, task, config, max_length, keep)
         self._one_by_one, self._threads = keep is not None, threads
+        self.seconds_in_environments = 0.0  # by the clock: several threads may step at once
         self._seed, self._on_turn = seed, on_turn
         self.episodes: list[Episode] = []
         for group, problem in enumerate(problems):
             for _ in range(config.group):
                 self.episodes.append(self._reset(group, problem))
-
-    @property
-    def seconds_in_environments(self) -> float:
-        """Return the time that the environments took so far."""
-        return self._player.seconds_in_environments
 
     def run(self) -> list[Episode]:
         """Play all episodes to their end."""
@@ -77,7 +74,9 @@ class Rollout:
                 sampled[place] = completion.token_ids.tolist()
                 if turn == self._player.turns - 1:
                     self._player.put_away(waiting[place])
+            began = time.perf_counter()
             self._step(waiting, prompts, sampled)
+            self.seconds_in_environments += time.perf_counter() - began
             for episode in waiting:
                 if episode.done or not self._player.room(episode):
                     self._player.put_away(episode)
