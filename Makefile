@@ -106,6 +106,7 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.attention
 	@$(BIN)/python -m bench.train
 	@$(BIN)/python -m bench.delivery
+	@$(BIN)/python -m bench.ray_routes
 
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000

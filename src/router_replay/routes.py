@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from router_replay import kernel
 from router_replay.arguments import exact_int, int64_array
 from router_replay.errors import RoutesError, shorten
+from router_replay.route_source import RouteSource
 from router_replay.row_checks import (
     NEVER_CAPTURED,
     as_integers,
@@ -45,7 +46,7 @@ def row_count(prompt_tokens: int, completion_tokens: int, start: int = 0) -> int
     return prompt_tokens + completion_tokens - 1 - start
 
 
-class Routes:
+class Routes(RouteSource):
     """Holds the expert ids of T tokens in every routed layer.
 
     `ids` [T, L, K] are the experts, in `spec.dtype` and read-only; `spec` is the RouterSpec of the model.
@@ -235,11 +236,6 @@ class Routes:
         return self._spec
 
     @property
-    def captured(self) -> np.ndarray:
-        """A read-only mask [T], True where the row is known. It is made new at each access."""
-        return read_only(self._captured.expand().astype(bool))
-
-    @property
     def captured_runs(self) -> Runs:
         """The mask `captured` as runs of equal values."""
         return self._captured
@@ -253,21 +249,6 @@ class Routes:
     def version_runs(self) -> Runs | None:
         """The policy versions as runs; None if no versions were given."""
         return self._versions
-
-    @property
-    def all_captured(self) -> bool:
-        """Whether every row is captured; True if there are no rows."""
-        return all(self._captured.values)
-
-    @property
-    def any_captured(self) -> bool:
-        """Whether at least one row is captured."""
-        return any(self._captured.values)
-
-    @property
-    def first_missing(self) -> int:
-        """The index of the first row that is not captured; len(self) if all are captured."""
-        return len(self) if self.all_captured else self._captured.spans(False)[0][0]
 
     @property
     def nbytes(self) -> int:
@@ -286,6 +267,14 @@ class Routes:
         stop = max(start, stop)
         versions = None if self._versions is None else self._versions.slice(start, stop)
         return Routes.trusted(self._ids[start:stop], self._spec, self._captured.slice(start, stop), versions)
+
+    def read(self, first: int = 0, last: int | None = None, layers: Sequence[int] | None = None) -> Routes:
+        """Return the rows from `first` up to but without `last` (default: all), of these `layers` (default: all).
+
+        Nothing is copied if the layers are those of the spec.
+        """
+        rows = self if first == 0 and last in (None, len(self)) else self[first:last]
+        return rows if layers is None or tuple(layers) == self._spec.layers else rows.select_layers(layers)
 
     def take(self, index: ArrayLike) -> Routes:
         """Return a Routes whose row i is row `index[i]` of this one, copied; an index of -1 makes an uncaptured row."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from router_replay.batch.spans import RowSpans
 from router_replay.errors import BatchError
 from router_replay.routes import Routes
 
@@ -32,13 +33,14 @@ class LocalBatch:
     """One rank's part of a bin: the tokens of all slots, and the rows of this rank's slots.
 
     `whole` has the tokens of every slot and no rows; `routes` has one row for each of `slots`, or is None. `len()`,
-    `labels`, `label_mask` and `routes` cover this rank's slots. Tensors are cached: passes on the same device share
-    one copy, so drop the batch after its last pass.
+    `labels`, `label_mask` and `routes` cover this rank's slots. Rows that lie in a store (RowSpans) are read when their
+    tensors are made. Tensors are cached: passes on the same device share one copy, so drop the batch after its last
+    pass.
     """
 
     whole: Batch
     slots: np.ndarray
-    routes: Routes | None
+    routes: Routes | RowSpans | None
 
     def __post_init__(self) -> None:
         if self.whole.routes is not None:

@@ -19,7 +19,9 @@ import numpy as np
 
 from router_replay.arguments import exact_int
 from router_replay.batch.sharding import ShardKind, shard_index
+from router_replay.batch.spans import read_rows
 from router_replay.errors import BatchError
+from router_replay.route_source import RouteSource
 from router_replay.routes import Routes
 
 
@@ -85,7 +87,7 @@ class MegatronLayout:
 
     def share(
         self,
-        routes: Routes,
+        routes: RouteSource,
         sequences: int = 1,
         *,
         boundaries: np.ndarray | None = None,
@@ -96,7 +98,7 @@ class MegatronLayout:
 
         `routes` have one row per token of the micro-batch, sequence by sequence, with the columns of at least this
         rank's layers; `sequences` and `boundaries` are as in `index`. `padding` [T] is True for padding, `idle` [T] for
-        tokens that predict nothing.
+        tokens that predict nothing. Of rows that lie in a store, only this rank's are read.
         """
         index = self.index(len(routes), sequences, boundaries)
 
@@ -106,9 +108,9 @@ class MegatronLayout:
         masks = cut(padding, "padding"), cut(idle, "idle")
         if not self.layers:
             return Share(None, len(index), sequences, *masks, layout=self)
-        own = routes if routes.spec.layers == self.layers else routes.select_layers(self.layers)
         whole = self.parts == self.context_parts == sequences == 1
-        return Share(own if whole else own.take(index), len(index), sequences, *masks, layout=self)
+        own = routes.read(layers=self.layers) if whole else read_rows(routes, index, self.layers)
+        return Share(own, len(index), sequences, *masks, layout=self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,8 +10,10 @@ import numpy as np
 
 from router_replay.arguments import LARGEST, exact_int
 from router_replay.batch.sample import Sample, SampleLike
+from router_replay.batch.spans import RowSpans, Span
 from router_replay.batch.types import NO_LABEL, Batch
 from router_replay.errors import BatchError
+from router_replay.route_source import RouteSource
 from router_replay.routes import Routes
 
 
@@ -36,14 +38,17 @@ class Layout:
             pieces += [array, np.full(self.padded[sample] - len(array), fill, array.dtype)]
         return np.concatenate(pieces)
 
-    def lay_out_rows(self, routes: Sequence[Routes]) -> Routes:
-        """Concatenate the rows of all samples in slot order; padding is uncaptured."""
-        pieces = []
+    def lay_out_rows(self, routes: Sequence[RouteSource]) -> Routes | RowSpans:
+        """Concatenate the rows of all samples in slot order; padding is uncaptured.
+
+        If all of them are Routes, they are read now; otherwise each stays in its source until it is used.
+        """
+        spans = []
         for sample in self.order:
-            rows = routes[sample]
-            padding = self.padded[sample] - len(rows)
-            pieces += [rows, Routes.missing(padding, rows.spec)] if padding else [rows]
-        return Routes.concat(pieces)
+            rows = len(routes[sample])
+            spans += [Span(routes[sample], 0, rows), Span(None, 0, self.padded[sample] - rows)]
+        laid = RowSpans(routes[0].spec, spans)
+        return laid.read() if all(isinstance(one, Routes) for one in routes) else laid
 
 
 def pack(
@@ -125,7 +130,7 @@ def first_fit_decreasing(lengths: Sequence[int], max_tokens: int, multiple: int 
     return Layout(tuple(map(tuple, bins)), tuple(lengths), tuple(padded))
 
 
-def _all_routes(samples: Sequence[Sample]) -> list[Routes] | None:
+def _all_routes(samples: Sequence[Sample]) -> list[RouteSource] | None:
     routes = [sample.routes for sample in samples if sample.routes is not None]
     if not routes:
         return None

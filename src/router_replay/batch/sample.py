@@ -9,7 +9,7 @@ import numpy as np
 
 from router_replay.arguments import as_array, float32_array, int64_array, refuse_not_finite
 from router_replay.errors import BatchError
-from router_replay.routes import Routes
+from router_replay.route_source import RouteSource
 
 
 class SampleLike(Protocol):
@@ -28,8 +28,8 @@ class SampleLike(Protocol):
         """True for each token that is part of the loss."""
 
     @property
-    def routes(self) -> Routes | None:
-        """One row per token, or None."""
+    def routes(self) -> RouteSource | None:
+        """One row per token, as Routes or where they are stored; or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,16 @@ class Sample:
     """One sequence: entry i of each field describes token i; row i of `routes` is token i as an input.
 
     `token_ids` are integers. `logprobs` are the rollout engine's log-probs, finite where `loss_mask` is True.
-    `loss_mask` is True for the tokens of the loss. `routes` is None if nothing is to be replayed. `advantages` is one
-    number for the whole sequence or one per token. `versions` is the policy version that sampled each token, in the
-    same two forms; it has no meaning where `loss_mask` is False.
+    `loss_mask` is True for the tokens of the loss. `routes` are Routes, or another RouteSource if the rows lie
+    elsewhere; None if nothing is to be replayed. `advantages` is one number for the whole sequence or one per token.
+    `versions` is the policy version that sampled each token, in the same two forms; it has no meaning where
+    `loss_mask` is False.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     loss_mask: np.ndarray
-    routes: Routes | None
+    routes: RouteSource | None
     advantages: np.ndarray | float = 0.0
     versions: np.ndarray | int = 0
 
@@ -69,7 +70,7 @@ class Sample:
         advantages = _per_token(advantages, len(tokens), f"{where}: advantages")
         refuse_not_finite(advantages, f"{where}: advantages", BatchError)
         routes = source.routes
-        if routes is not None and not isinstance(routes, Routes):
+        if routes is not None and not isinstance(routes, RouteSource):
             raise BatchError(f"{where}: routes must be a Routes or None, got {type(routes).__name__}")
         if routes is not None and len(routes) != len(tokens):
             raise BatchError(

@@ -12,7 +12,7 @@ import torch
 from router_replay.batch.local import LocalBatch
 from router_replay.batch.types import PER_SLOT, Batch
 from router_replay.errors import RoutesError
-from router_replay.routes import Routes
+from router_replay.route_source import RouteSource
 from router_replay.spec import RouterSpec
 
 
@@ -46,10 +46,11 @@ class TensorRoutes:
             object.__setattr__(self, "any_captured", rows > 0 if known else bool(self.captured.any()))
 
     @classmethod
-    def from_routes(cls, routes: Routes, device: Any = "cpu") -> TensorRoutes:
-        """Copy routes to a device."""
+    def from_routes(cls, routes: RouteSource, device: Any = "cpu") -> TensorRoutes:
+        """Read the routes, and copy them to a device."""
+        routes = routes.read()
         ids, captured = on_device(routes.ids, device), on_device(routes.captured, device)
-        return cls(ids, captured, routes.spec, routes.all_captured, any(routes.captured_runs.values))
+        return cls(ids, captured, routes.spec, routes.all_captured, routes.any_captured)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -24,6 +24,7 @@ import numpy as np
 
 from router_replay.batch.local import LocalBatch, as_slice
 from router_replay.batch.sharding import ShardKind, checked_rank, shard_index
+from router_replay.batch.spans import RowSpans
 from router_replay.errors import BatchError
 from router_replay.routes import Routes
 
@@ -52,9 +53,10 @@ class Batch:
     - `label_mask`, `label_logprobs`, `label_advantages`, `label_versions`: those of the token that the slot predicts.
     - `slots`: the numbers of these slots in the whole batch.
 
-    `routes` has one row per slot, or is None. `cu_seqlens` [sequences + 1] are the sequence boundaries, padding
-    included. `bin_ends` [bins] are the ends of the bins. `shard_of` is (rank, size, kind) in a shard, otherwise None.
-    In a shard, `cu_seqlens` still describes the whole batch: sequence parallel attention runs on whole sequences.
+    `routes` has one row per slot, or is None; they are RowSpans if the rows of a sample lie in a store.
+    `cu_seqlens` [sequences + 1] are the sequence boundaries, padding included. `bin_ends` [bins] are the ends of the
+    bins. `shard_of` is (rank, size, kind) in a shard, otherwise None. In a shard, `cu_seqlens` still describes the
+    whole batch: sequence parallel attention runs on whole sequences.
     """
 
     token_ids: np.ndarray
@@ -69,7 +71,7 @@ class Batch:
     label_logprobs: np.ndarray
     label_advantages: np.ndarray
     label_versions: np.ndarray
-    routes: Routes | None
+    routes: Routes | RowSpans | None
     cu_seqlens: np.ndarray
     bin_ends: np.ndarray
     slots: np.ndarray
@@ -123,7 +125,7 @@ class Batch:
 
     def select_layers(self, layers: Sequence[int]) -> Batch:
         """Return the same tokens with the rows of `layers` only (absolute ids), such as those of a pipeline stage."""
-        routes = None if self.routes is None else self.routes.select_layers(layers)
+        routes = None if self.routes is None else self.routes.read(layers=layers)
         return dataclasses.replace(self, routes=routes)
 
     def per_sample(self, values: Any) -> list[np.ndarray]:
@@ -158,7 +160,7 @@ class Batch:
             )
 
 
-def _rows(routes: Routes | None, index: np.ndarray | slice) -> Routes | None:
+def _rows(routes: Routes | RowSpans | None, index: np.ndarray | slice) -> Routes | RowSpans | None:
     if routes is None:
         return None
     return routes[index] if isinstance(index, slice) else routes.take(index)

@@ -21,6 +21,14 @@ PREFIX = "router-replay-"
 _UNFINISHED = "router-replay.new-"  # a different prefix, so that a file that is not locked yet is not removed
 
 
+def roomy(needed: int) -> str | None:
+    """Return shared memory if it has room for more than `needed` bytes, or None for the system's temporary folder."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(SHARED_MEMORY).free > needed:
+            return str(SHARED_MEMORY)
+    return None
+
+
 def own_prefix() -> str:
     """Return the prefix of all names that this process creates."""
     return f"{PREFIX}{os.getpid()}-at-{socket.gethostname()}-"

@@ -12,9 +12,10 @@ from router_replay.batch.sample import missing_rows
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.state import Recording
+from router_replay.route_source import RouteSource
 from router_replay.routes import Routes
 
-Rows: TypeAlias = Routes | TensorRoutes
+Rows: TypeAlias = RouteSource | TensorRoutes
 
 
 class Recorded:
@@ -55,7 +56,7 @@ class HoldsRoutes(Protocol):
         """One row per token of the batch, or None if it has no routes."""
 
 
-Replayable: TypeAlias = Routes | TensorRoutes | Recorded | HoldsRoutes
+Replayable: TypeAlias = RouteSource | TensorRoutes | Recorded | HoldsRoutes
 
 
 def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows, Any, Any]:
@@ -66,12 +67,12 @@ def rows_and_masks(source: Replayable, loss_mask: Any, idle: Any) -> tuple[Rows,
     rows: Any = source
     if isinstance(source, Recorded):
         rows = source.tensors
-    elif not isinstance(source, Routes | TensorRoutes) and hasattr(source, "routes"):
+    elif not isinstance(source, RouteSource | TensorRoutes) and hasattr(source, "routes"):
         rows = source.routes
         loss_mask = getattr(source, "label_mask", None) if loss_mask is None else loss_mask
         if idle is None and hasattr(source, "labels"):
             idle = source.labels == NO_LABEL
-    if not isinstance(rows, Routes | TensorRoutes):
+    if not isinstance(rows, RouteSource | TensorRoutes):
         raise ReplayError(
             f"replay() needs routes or a batch with routes, got {type(rows).__name__}: for a live pass, call the model "
             "outside the block"
@@ -106,7 +107,7 @@ def count_rows(rows: Rows, idle: Any) -> tuple[Any, Any]:
             raise ReplayError(f"idle must have one entry per row: expected [{len(live_T)}], got {list(idle_T.shape)}")
         live_T = live_T & ~idle_T
     replayed, live = captured_T.sum(), live_T.sum()
-    return (int(replayed), int(live)) if isinstance(rows, Routes) else (replayed, live)
+    return (int(replayed), int(live)) if isinstance(rows, RouteSource) else (replayed, live)
 
 
 def refuse_missing(rows: Rows, loss_mask: Any) -> None:

@@ -22,7 +22,7 @@ from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.checkpoint_calls import surrounding_checkpoints
 from router_replay.replay.opener import Opener
-from router_replay.routes import Routes
+from router_replay.route_source import RouteSource
 from router_replay.spec import RouterSpec
 
 CANNOT_PROVE = (
@@ -53,7 +53,13 @@ class Plan:
 
     @classmethod
     def of(
-        cls, rows: Routes | TensorRoutes, tensors: TensorRoutes, counts: tuple[Any, Any], *, agreement: bool, start: int
+        cls,
+        rows: RouteSource | TensorRoutes,
+        tensors: TensorRoutes,
+        counts: tuple[Any, Any],
+        *,
+        agreement: bool,
+        start: int,
     ) -> Plan:
         """Return the plan for rows that fit the model.
 
@@ -66,7 +72,7 @@ class Plan:
             rows_replayed=counts[0],
             rows_live=counts[1],
             start=start,
-            from_host=isinstance(rows, Routes),
+            from_host=isinstance(rows, RouteSource),
             agree_L=torch.zeros(layers, dtype=torch.int64, device=where) if agreement else None,
             same_LT=torch.zeros(layers, len(rows), dtype=torch.bool, device=where) if agreement else None,
             compiled_passes=torch.zeros((), dtype=torch.int64, device=where),

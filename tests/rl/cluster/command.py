@@ -28,7 +28,7 @@ def environment(faults: pathlib.Path) -> dict[str, str]:
 def run(settings: list[str], faults: pathlib.Path, *more: str, resume: bool = False) -> str:
     """Run to the end, and return what it wrote."""
     done = subprocess.run(
-        command(settings, *more, resume=resume), env=environment(faults), text=True, timeout=300,
+        command(settings, *more, resume=resume), env=environment(faults), text=True, timeout=900,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -6,11 +6,13 @@ engines it saw.
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import signal
 import time
 
+import numpy as np
 import ray
 
 from tests.rl.rewards import sevens
@@ -45,11 +47,55 @@ def note_nodes(prompt: str, completion: str, answer: str) -> float:
     return sevens(prompt, completion, answer)
 
 
-def _is_time() -> bool:
+def note_store(prompt: str, completion: str, answer: str) -> float:
+    """Kill nothing, and write at the start of each step how many bytes of the object store are in use.
+
+    The raylets report it with a delay, and so late are references dropped: the lowest number within a while counts.
+    """
+    if _count() % 12 == 1:
+        seen, deadline = _used(), time.monotonic() + 20
+        while time.monotonic() < deadline and seen > _first_use():
+            time.sleep(0.2)
+            seen = min(seen, _used())
+        with pathlib.Path(os.environ["FAULTS"], "store").open("a") as file:
+            file.write(f"{seen}\n")
+    return sevens(prompt, completion, answer)
+
+
+def fill_store(prompt: str, completion: str, answer: str) -> float:
+    """Kill nothing, and hold more objects in use than the store has room for; Ray can move none of them."""
+    if not _held:
+        for _ in range(3):
+            reference = ray.put(np.zeros(30 << 20, np.uint8))
+            _held.append((reference, ray.get(reference)))
+    free = int(ray.available_resources().get("object_store_memory", 0))
+    with pathlib.Path(os.environ["FAULTS"], "free").open("a") as file:
+        file.write(f"{free}\n")
+    return sevens(prompt, completion, answer)
+
+
+_held: list[tuple[ray.ObjectRef, np.ndarray]] = []
+
+
+def _used() -> int:
+    return int(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
+
+
+def _first_use() -> float:
+    """The number that the first step wrote, and a little more: answers differ in length."""
+    file = pathlib.Path(os.environ["FAULTS"], "store")
+    return 1.3 * int(file.read_text().split()[0]) if file.exists() else math.inf
+
+
+def _count() -> int:
     folder = pathlib.Path(os.environ["FAULTS"])
     with (folder / "calls").open("a") as file:
         file.write(".")
-    calls = (folder / "calls").stat().st_size
+    return (folder / "calls").stat().st_size
+
+
+def _is_time() -> bool:
+    folder, calls = pathlib.Path(os.environ["FAULTS"]), _count()
     if calls % 12 == 1:
         pids = [_pid_of(name) for name in ("engine0", "engine1")]
         with (folder / "engines").open("a") as file:

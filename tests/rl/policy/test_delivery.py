@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router_replay import RouterSpec, Routes, Sample, wire
-from router_replay.batch import Batch
-from router_replay.errors import WireError
+from router_replay.batch import Batch, RowSpans
+from router_replay.errors import TrainError, WireError
 from router_replay.rl.policy import delivery
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.route_source import RouteSource
+from tests.batch.test_spans import InBlob
 
 SPEC = RouterSpec(num_experts=16, top_k=2, layers=(0, 1))
 
@@ -163,3 +165,30 @@ def test_a_message_of_another_shape_or_with_damaged_rows_is_refused() -> None:
     message[message.index(blob) + len(blob) - 9] ^= 1  # the last byte before the checksum
     with pytest.raises(WireError, match="checksum"):
         delivery.decode(bytes(message))
+
+
+@pytest.mark.parametrize("lengths", [[4, 5, 6], [1]])
+def test_rows_in_a_store_stay_there_until_their_rank_reads_them(lengths: list[int]) -> None:
+    """With one token, the pieces of three ranks are padding only, which has no source."""
+    samples = [sample(number, length) for number, length in enumerate(lengths)]
+    blobs = [InBlob(one.routes.read()) for one in samples if one.routes is not None]
+    stored = [dataclasses.replace(one, routes=blob) for one, blob in zip(samples, blobs, strict=True)]
+    expected, plans = (delivery.plan([given], ranks(0, 4, 4), 8, "live") for given in (samples, stored))
+    received = []
+    for minis in plans:
+        sources: list[RouteSource] = []
+        received.append(delivery.decode(bytes(delivery.encode(minis, sources)), lambda sent=sources: sent))  # type: ignore[misc]
+        assert len(sources) == len({id(source) for source in sources})
+    assert not any(blob.seen for blob in blobs)
+    for theirs, mine in zip(expected, received, strict=True):
+        for before, after in zip(theirs[0].micro, mine[0].micro, strict=True):
+            assert after.routes.read() == before.routes  # type: ignore[union-attr]
+    assert any(isinstance(micro.routes, RowSpans) for [mini] in received for micro in mini.micro)
+
+
+def test_rows_in_a_store_need_a_post() -> None:
+    one = sample(0, 4)
+    assert one.routes is not None
+    stored = dataclasses.replace(one, routes=InBlob(one.routes.read()))
+    with pytest.raises(TrainError, match="only with a post"):
+        delivery.deliver(delivery.plan([[stored]], ranks(0, 2, 2), 8, "raise"), ranks(0, 2, 2))

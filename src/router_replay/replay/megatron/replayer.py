@@ -174,6 +174,22 @@ class MegatronReplay:
                 one.schedule = None
         schedule.refuse_unused(self._found.chunks, forward_only)
 
+    def cut(
+        self, micro_batches: Any, *, micro_batch_size: int = 1, on_missing: Literal["raise", "live"] = "raise"
+    ) -> list[Share]:
+        """Return this rank's share of every micro-batch, cut as `replay` cuts it, for several calls of `replay`.
+
+        `micro_batches`, `micro_batch_size` and `on_missing` are as in `replay`. Of rows that lie in a store, only this
+        rank's are read, and only here.
+        """
+        entries = _entries(micro_batches)
+        shares = [
+            self._share(number, entry, micro_batch_size, on_missing, None, None, None)
+            for number, entry in enumerate(entries)
+        ]
+        _refuse_nothing_captured(entries)
+        return shares
+
     @contextlib.contextmanager
     def record(self) -> Iterator[MegatronRecorded]:
         """Record the experts that each forward pass in this block uses, live or replayed.

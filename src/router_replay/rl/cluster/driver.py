@@ -21,8 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from router_replay.errors import ConfigError, RouterReplayError, TrainError
+from router_replay.rl.cluster import environments
 from router_replay.rl.cluster.engines import EngineActor
+from router_replay.rl.cluster.environments import EnvironmentActor
 from router_replay.rl.cluster.ranks import Place, RankActor, end_process, interrupt_process
+from router_replay.rl.cluster.routes import POST, PostActor
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.config.checks import check_config
 from router_replay.rl.processes.ranks import world_size
@@ -68,6 +71,12 @@ class Cluster:
                 for number, name in enumerate(self._names)
             ]
             self._closing.callback(self._close_engines)
+            first = self._settings.ranks + len(self._engines)
+            for number, name in enumerate(environments.names(config)):
+                made = self._actor(EnvironmentActor, first + number, name=name, max_restarts=-1)
+                self._closing.callback(ray.kill, made.remote(config, os.getcwd()))
+            post = ray.remote(PostActor).options(name=POST, num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+            self._closing.callback(ray.kill, post)
             on_failure.pop_all()
 
     def train(self, resume: bool) -> tuple[Progress | None, str]:
@@ -103,7 +112,9 @@ class Cluster:
         deadline = time.monotonic() + self._settings.start_timeout
         while not group.wait(min(MESSAGE_SECONDS, self._settings.start_timeout)):
             free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-            needs = f"the run needs {_sum(bundles)} for {self._settings.ranks} ranks and {len(self._names)} engines"
+            others = f", {self._settings.environments} environments" if self._settings.environments else ""
+            ranks, engines = self._settings.ranks, len(self._names)
+            needs = f"the run needs {_sum(bundles)} for {ranks} ranks{others} and {engines} engines"
             if time.monotonic() > deadline:
                 raise TrainError(
                     f"{needs}, but the Ray cluster had no room for them within {self._settings.start_timeout:g} s "
@@ -113,13 +124,17 @@ class Cluster:
         return group
 
     def _actor(self, kind: type, bundle: int, **options: Any) -> Any:
-        is_engine = kind is EngineActor
         settings = self._settings
+        cpus, gpus, calls = {
+            RankActor: (settings.cpus_per_rank, settings.gpus_per_rank, 1),
+            EngineActor: (settings.cpus_per_engine, settings.gpus_per_engine, REQUESTS),
+            EnvironmentActor: (settings.cpus_per_environment, 0, self._config.asynchronous.environment_threads),
+        }[kind]
         return ray.remote(kind).options(
-            num_cpus=settings.cpus_per_engine if is_engine else settings.cpus_per_rank,
-            num_gpus=settings.gpus_per_engine if is_engine else settings.gpus_per_rank,
+            num_cpus=cpus,
+            num_gpus=gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
-            max_concurrency=REQUESTS if is_engine else 1,
+            max_concurrency=calls,
             **options,
         )
 
@@ -145,6 +160,7 @@ def _connected(config: TrainConfig) -> Iterator[None]:
     else:  # CPUs are only counted, so a small machine may run more processes than it has cores
         needed = math.ceil(sum(bundle["CPU"] for bundle in _bundles(config)))
         options |= {"include_dashboard": False, "num_cpus": max(needed, os.cpu_count() or 1)}
+        options["object_store_memory"] = config.cluster.object_store_bytes or None
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -161,7 +177,12 @@ def _bundles(config: TrainConfig) -> list[dict[str, float]]:
     engines = sum(table.kind not in table.behind_url for table in config.all_engines.values())
     rank = {"CPU": cluster.cpus_per_rank} | ({"GPU": cluster.gpus_per_rank} if cluster.gpus_per_rank else {})
     engine = {"CPU": cluster.cpus_per_engine} | ({"GPU": cluster.gpus_per_engine} if cluster.gpus_per_engine else {})
-    return [dict(rank) for _ in range(cluster.ranks)] + [dict(engine) for _ in range(engines)]
+    environment = {"CPU": cluster.cpus_per_environment}
+    return [
+        *(dict(rank) for _ in range(cluster.ranks)),
+        *(dict(engine) for _ in range(engines)),
+        *(dict(environment) for _ in range(cluster.environments)),
+    ]
 
 
 def _sum(bundles: list[dict[str, float]]) -> str:

@@ -7,7 +7,6 @@ folder = received.open(sent, await fetch(sent))   # in the actor: that path, or 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix
+from router_replay.engines.shared_memory import own_prefix, roomy
 
 _putting = threading.Lock()
 
@@ -64,7 +63,8 @@ class Received:
         if sent.files is None:
             return pathlib.Path(sent.path)
         self.close()
-        self._copy = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=_roomy(sum(map(len, files.values())))))
+        needed = 2 * sum(map(len, files.values()))  # the engine may keep the last version while it reads this one
+        self._copy = pathlib.Path(tempfile.mkdtemp(prefix=own_prefix(), dir=roomy(needed)))
         for name, array in files.items():
             array.tofile(self._copy / name)
         return self._copy
@@ -74,11 +74,3 @@ class Received:
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
             self._copy = None
-
-
-def _roomy(needed: int) -> str | None:
-    """Return shared memory if it has room, or None for the system's temporary folder."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).free > 2 * needed:
-            return str(SHARED_MEMORY)
-    return None

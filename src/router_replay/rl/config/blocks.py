@@ -388,6 +388,13 @@ class ClusterConfig(Block):
     """for ray: CPUs that Ray reserves for each engine without a URL"""
     gpus_per_engine: NonNegativeFloat = 0.0
     """for ray: GPUs that Ray reserves for each engine without a URL"""
+    environments: NonNegativeInt = 0
+    """for ray: the number of processes in which environments and reward functions run; 0: in the first rank"""
+    cpus_per_environment: PositiveFloat = 1.0
+    """for ray: CPUs that Ray reserves for each process with environments"""
+    object_store_bytes: NonNegativeInt = 0
+    """for ray without an address: the size of Ray's object store, at least 78643200; 0: Ray's own choice, three tenths
+    of the memory. Ray writes to disk what does not fit"""
     restarts: NonNegativeInt = 3
     """for ray: how often the trainer ranks may start again from the newest checkpoint after one of them died"""
     start_timeout: PositiveFloat = 600.0

@@ -309,6 +309,11 @@ def _refused_cluster(config: TrainConfig) -> Iterator[str]:
         if changed:
             names = ", ".join(f"cluster.{name}" for name in changed)
             yield f'{names} with cluster.kind = "processes", which does not read them; leave them out, or set "ray"'
+    if cluster.object_store_bytes and cluster.address:
+        yield (
+            "cluster.object_store_bytes with cluster.address: the store of a cluster that runs has its size already; "
+            "leave one of them out"
+        )
 
 
 def _reference_warnings(config: TrainConfig) -> Iterator[str]:

@@ -36,6 +36,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
+from router_replay.errors import RewardError
+
+
+class EnvironmentLost(RewardError):
+    """The process of an environment died, and its episode cannot be played on."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Turn:

@@ -87,6 +87,7 @@ NAMES: dict[str, str] = {
     "episodes/dropped_stale": "episodes dropped since the start of the run because they were too old",
     "episodes/dropped_no_signal": "episodes dropped because their group had equal rewards",
     "episodes/dropped_interrupted": "episodes that the end of a process interrupted; their groups are played again",
+    "episodes/dropped_environment": "episodes of groups of which an environment was lost with its process",
 }
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
-from router_replay.rl.environments import make_task
+from router_replay.rl.environments import Task, make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.evaluations import EvaluationLog
 from router_replay.rl.log.metrics import MetricsWriter
@@ -35,6 +35,7 @@ from router_replay.rl.rollout.evaluation import Evaluation, EvaluationResult, ev
 from router_replay.rl.rollout.groups import version_figures
 from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.order import Follower, Order, Recorder
+from router_replay.rl.rollout.player import Keep
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 from router_replay.rl.rollout.stream import RolloutStream
 from router_replay.rl.state import checkpoints
@@ -63,6 +64,7 @@ class FirstRank:
         self._rollout: Rollout | None = None
         self._stream: RolloutStream | None = None  # with loop = "async"
         self._taken: list[Episode] = []  # of the running step, from the stream
+        self._keep: Keep | None = None  # with Ray, the rows of finished episodes are in its object store
         self._lengths: list[int] = []  # of the sequences of the running step
         self._evaluated: dict[str, float] = {}  # what an evaluation measured, for the next line of metrics
         self._task = make_task(config.environment, tokenizer, config.seed)
@@ -95,6 +97,14 @@ class FirstRank:
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
+        if config.cluster.kind == "ray":
+            from router_replay.rl.cluster.routes import keeper
+
+            self._keep = keeper(config, self.engine.spec)
+        if config.cluster.environments:
+            from router_replay.rl.cluster.environments import RayTask
+
+            self._task = cast(Task, RayTask(self._task, config))
         if self._evaluation_task is not None:
             self._evaluation = Evaluation(self.engine, self._evaluation_task, config, on_turn)
             self._evaluations = closing.enter_context(EvaluationLog(config.output, progress.version))
@@ -106,10 +116,10 @@ class FirstRank:
         config, journal = self._config, Journal(self._config.output)
         finished: list[tuple[int, int, Episode]] = []
         if progress.rollouts is not None:
-            finished = read_journal(config.output, progress.step, progress.version, self.engine.spec)
+            finished = read_journal(config.output, progress.step, progress.version, self.engine.spec, self._keep)
         stream = RolloutStream(
             self.engine, self._task, config, journal, self._saved, finished,
-            version=progress.version, on_turn=on_turn, order=self._order(progress),
+            version=progress.version, on_turn=on_turn, order=self._order(progress), keep=self._keep,
         )  # fmt: skip
         stream.begin_journal(progress.step)
         return stream
@@ -155,6 +165,8 @@ class FirstRank:
                 max_length=config.max_length,
                 seed=(config.seed, progress.step),
                 on_turn=ranks.watch.beat,
+                keep=self._keep,
+                threads=max(1, config.cluster.environments),
             )
             episodes = self._rollout.run()
         phases.seconds["seconds/reward"] = self._rollout.seconds_in_environments

@@ -39,6 +39,7 @@ class Run:
         self.updating = False
         self.agreed: BaseException | None = None
         self.first: FirstRank | None = None
+        self._post = _post(config)
         self._closing = contextlib.ExitStack()
         checkpoint = self._checkpoint_to_resume(resume)
         self.progress = Progress() if checkpoint is None else checkpoints.read_progress(checkpoint)
@@ -94,7 +95,7 @@ class Run:
         plans, failure = self.on_first(play)
         if failure is not None:
             raise failure
-        return delivery.deliver(plans, self.ranks)
+        return delivery.deliver(plans, self.ranks, self._post)
 
     def step_is_done(self) -> None:
         """Count the step after all its updates."""
@@ -205,3 +206,12 @@ class Run:
 
     def __exit__(self, *error: Any) -> None:
         self._closing.__exit__(*error)
+
+
+def _post(config: TrainConfig) -> delivery.Post | None:
+    """Return what brings references to routes from the first rank to the others; None if the rows travel themselves."""
+    if config.cluster.kind != "ray":
+        return None
+    from router_replay.rl.cluster.routes import RayPost
+
+    return RayPost()

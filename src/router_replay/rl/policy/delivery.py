@@ -2,21 +2,25 @@
 
 The first rank holds the rollouts. It packs each mini-batch into bins, assigns the bins to the replicas in turn, and
 sends every rank one message with its bins. A bin contains the tokens of all its slots, which a loss over sequences
-needs and which take a few bytes per slot, and the rows of this rank's slots in the wire encoding.
+needs and which take a few bytes per slot, and the rows of this rank's slots: in the wire encoding, or, if the rows lie
+in a store, as the spans of their sources. Such a source travels beside the messages, by a `Post`, and each rank reads
+its own rows from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
 from router_replay import wire
-from router_replay.batch import Batch, LocalBatch, Sample, pack
+from router_replay.batch import Batch, LocalBatch, RowSpans, Sample, Span, pack
+from router_replay.errors import TrainError
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.route_source import RouteSource
 
 WHOLE_SEQUENCES: Literal["contiguous"] = "contiguous"  # how Ulysses cuts a bin
 
@@ -97,12 +101,37 @@ def _blocks_of_rows(
     return pack([*samples, *[again] * left_over], min(max_tokens, rows * length), length, on_missing=on_missing)
 
 
-def deliver(plans: list[list[MiniBatch]] | None, ranks: Ranks) -> list[MiniBatch]:
-    """Send each rank its mini-batches and return those of this rank. Only the first rank passes plans."""
+class Post(Protocol):
+    """Bring the sources of rows to the ranks that read them."""
+
+    def send(self, sources: Sequence[Sequence[RouteSource]]) -> None:
+        """Send every rank its sources. Only the first rank calls it."""
+        ...
+
+    def receive(self, rank: int) -> Sequence[RouteSource]:
+        """Return the sources that were sent to `rank` last."""
+        ...
+
+
+def deliver(plans: list[list[MiniBatch]] | None, ranks: Ranks, post: Post | None = None) -> list[MiniBatch]:
+    """Send each rank its mini-batches and return those of this rank. Only the first rank passes plans.
+
+    `post` is needed if rows lie in a store.
+    """
     if plans is None:
-        return decode(ranks.scatter(None))
-    ranks.scatter([encode(mine) if rank else b"" for rank, mine in enumerate(plans)])  # the first keeps its own
+        return decode(ranks.scatter(None), lambda: _there(post).receive(ranks.rank))
+    sources: list[list[RouteSource]] = [[] for _ in plans]
+    messages = [encode(mine, sources[rank]) if rank else b"" for rank, mine in enumerate(plans)]  # it keeps its own
+    if any(sources):
+        _there(post).send(sources)  # before the messages, so that no rank looks for its sources too early
+    ranks.scatter(messages)
     return plans[0]
+
+
+def _there(post: Post | None) -> Post:
+    if post is None:
+        raise TrainError("samples whose rows lie in a store can be sent to other ranks only with a post")
+    return post
 
 
 def _without_loss(whole: Batch) -> Batch:
@@ -131,7 +160,10 @@ class _Micro(msgspec.Struct, frozen=True, array_like=True):
     cu_seqlens: memoryview
     bin_ends: memoryview
     slots: memoryview
-    routes: memoryview | None
+    routes: memoryview | list[tuple[int, int, int]] | None  # rows, or spans: number of the source, first, last
+
+
+PADDING = -1  # in place of the number of a source
 
 
 class _Mini(msgspec.Struct, frozen=True, array_like=True):
@@ -148,32 +180,70 @@ ARRAYS = {
 }  # fmt: skip
 
 
-def encode(minis: Sequence[MiniBatch]) -> bytearray:
-    """Encode the mini-batches of one rank as one message."""
-    sent = [_Mini([_sent(local) for local in mini.micro], mini.tokens, mini.sequences, mini.version) for mini in minis]
+def encode(minis: Sequence[MiniBatch], sources: list[RouteSource] | None = None) -> bytearray:
+    """Encode the mini-batches of one rank as one message.
+
+    The sources of rows that lie in a store are added to `sources`, each once. The message refers to them by number.
+    """
+    numbers = _Numbers([] if sources is None else sources)
+    sent = [
+        _Mini([_sent(local, numbers) for local in mini.micro], mini.tokens, mini.sequences, mini.version)
+        for mini in minis
+    ]
     message = bytearray()
     msgspec.msgpack.Encoder().encode_into(sent, message)
     return message
 
 
-def decode(message: bytes) -> list[MiniBatch]:
-    """Decode the mini-batches of a message. Their arrays and rows are views of it."""
+def decode(message: bytes, sources: Callable[[], Sequence[RouteSource]] = tuple) -> list[MiniBatch]:
+    """Decode the mini-batches of a message. Their arrays and rows are views of it.
+
+    `sources` returns those that `encode` added; it is called if the message refers to one.
+    """
     sent = msgspec.msgpack.decode(message, type=list[_Mini])
+    stored = any(isinstance(micro.routes, list) for mini in sent for micro in mini.micro)
+    found = sources() if stored else ()
     return [
-        MiniBatch(tuple(_received(micro) for micro in mini.micro), mini.tokens, mini.sequences, mini.version)
+        MiniBatch(tuple(_received(micro, found) for micro in mini.micro), mini.tokens, mini.sequences, mini.version)
         for mini in sent
     ]
 
 
-def _sent(local: LocalBatch) -> _Micro:
+class _Numbers:
+    """Number the sources of a message in the order in which they appear."""
+
+    def __init__(self, sources: list[RouteSource]) -> None:
+        self._sources = sources
+        self._known = {id(source): number for number, source in enumerate(sources)}
+
+    def of(self, source: RouteSource | None) -> int:
+        if source is None:
+            return PADDING
+        if id(source) not in self._known:
+            self._known[id(source)] = len(self._sources)
+            self._sources.append(source)
+        return self._known[id(source)]
+
+
+def _sent(local: LocalBatch, numbers: _Numbers) -> _Micro:
     arrays = {name: memoryview(getattr(local.whole, name).astype(dtype).tobytes()) for name, dtype in ARRAYS.items()}
-    rows = None if local.routes is None else memoryview(wire.encode(local.routes, codec="dense"))
+    rows: Any = None
+    if isinstance(local.routes, RowSpans) and any(span.source is not None for span in local.routes.spans):
+        rows = [(numbers.of(span.source), span.first, span.last) for span in local.routes.spans]
+    elif local.routes is not None:
+        rows = memoryview(wire.encode(local.routes.read(), codec="dense"))
     return _Micro(**arrays, slots=memoryview(local.slots.astype("<i8").tobytes()), routes=rows)
 
 
-def _received(micro: _Micro) -> LocalBatch:
+def _received(micro: _Micro, sources: Sequence[RouteSource]) -> LocalBatch:
     arrays: dict[str, Any] = {name: np.frombuffer(getattr(micro, name), dtype) for name, dtype in ARRAYS.items()}
     whole = Batch(**arrays, routes=None, slots=np.arange(len(arrays["token_ids"])))
-    # The sender is this package, and its rows were checked where they entered.
-    rows = None if micro.routes is None else wire.decode(micro.routes, check_rows=False)
+    rows: Any = None
+    if isinstance(micro.routes, list):
+        spans = [
+            Span(None if number == PADDING else sources[number], first, last) for number, first, last in micro.routes
+        ]
+        rows = RowSpans(sources[0].spec, spans)
+    elif micro.routes is not None:  # the sender is this package, and its rows were checked where they entered
+        rows = wire.decode(micro.routes, check_rows=False)
     return LocalBatch(whole, np.frombuffer(micro.slots, "<i8"), rows)

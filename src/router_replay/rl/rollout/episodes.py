@@ -12,6 +12,7 @@ import numpy as np
 
 from router_replay import wire
 from router_replay.batch import Sample
+from router_replay.errors import TrainError
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.rollout.advantages import group_advantages
 from router_replay.rl.rollout.player import Episode
@@ -49,15 +50,17 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
 def save_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> str:
     """Write the episodes to `path`. Return a text that says whether it worked.
 
-    It does not raise for a full disk, because it runs while another error is handled and must not hide that error.
+    It does not raise for a full disk or for routes that are lost, because it runs while another error is handled and
+    must not hide that error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_episodes(episodes, path)
-    except OSError as error:
+    except (OSError, TrainError) as error:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-        return f"the rollouts of the step could not be written to {path}: {error.strerror or error}"
+        reason = getattr(error, "strerror", None) or error
+        return f"the rollouts of the step could not be written to {path}: {reason}"
     return f"the rollouts of the step are in {path}"
 
 
@@ -67,7 +70,7 @@ def _write_episodes(episodes: Sequence[Episode], path: pathlib.Path) -> None:
         for episode in episodes:
             for trajectory in episode.trajectories:
                 tokens = trajectory.token_ids
-                rows = b"" if trajectory.routes is None else wire.encode(trajectory.routes, codec="dense")
+                rows = b"" if trajectory.routes is None else wire.encode(trajectory.routes.read(), codec="dense")
                 line = {
                     "problem": episode.problem,
                     "group": episode.group,

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from router_replay.errors import TrainError
 
-Reason = Literal["stale", "no_signal", "interrupted"]
-REASONS: tuple[Reason, ...] = ("stale", "no_signal", "interrupted")
+Reason = Literal["stale", "no_signal", "interrupted", "environment"]
+REASONS: tuple[Reason, ...] = ("stale", "no_signal", "interrupted", "environment")
 
 
 @dataclasses.dataclass

@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,7 +26,12 @@ from router_replay.errors import RewardError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Environment, Task, Turn
 from router_replay.rl.users_code import guarded
+from router_replay.route_source import RouteSource
+from router_replay.routes import Routes
 from router_replay.stitch import Trajectory
+
+Keep: TypeAlias = Callable[[Routes], RouteSource]
+"""What puts the rows of a finished trajectory away, and returns where they can be read."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +40,7 @@ class Episode:
 
     `number` counts the episodes of a step, `group` its problems; `problem` is the number of the problem in the task.
     `prompt` is the next prompt. There are several `trajectories` if the environment rewrote its history. An episode
-    that was read from the journal has Samples in their place, and no environment.
+    whose rows were put away, or that was read from the journal, has Samples in their place.
     """
 
     number: int
@@ -69,11 +75,15 @@ class Episode:
 class Player:
     """Hold what all episodes share: engine, task and settings. `max_length` limits prompt and completion together.
 
-    `step` and `reset` call the user's code, and may be called in several threads for different episodes.
+    `step` and `reset` call the user's code, and may be called in several threads for different episodes. `keep` puts
+    the rows of finished trajectories away; None if they stay in this process.
     """
 
-    def __init__(self, engine: Engine, task: Task, config: RolloutConfig, max_length: int) -> None:
+    def __init__(
+        self, engine: Engine, task: Task, config: RolloutConfig, max_length: int, keep: Keep | None = None
+    ) -> None:
         self.seconds_in_environments = 0.0
+        self._keep = keep
         self._engine, self._task, self._config, self._max_length = engine, task, config, max_length
 
     @property
@@ -83,7 +93,7 @@ class Player:
 
     def reset(self, number: int, group: int, problem: int) -> Episode:
         """Start an episode of a problem."""
-        with guarded(f"problem {problem}: {type(self._task).__name__}.environment and its reset", RewardError):
+        with guarded(f"problem {problem}: {_name(self._task)}.environment and its reset", RewardError):
             environment = self._task.environment()
             prompt = tuple(int(token) for token in environment.reset(problem))
         episode = Episode(number, group, problem, environment, prompt, [Trajectory(self._engine.spec)])
@@ -148,10 +158,20 @@ class Player:
         episode.done = turn.done
         episode.prompt = turn.prompt if turn.prompt is not None else (*prompt, *tokens, *turn.observation)
 
+    def put_away(self, episode: Episode) -> None:
+        """Put the rows of an episode away that no request extends any more. It may wait for room."""
+        if self._keep is None:
+            return
+        for number, one in enumerate(episode.trajectories):
+            if isinstance(one, Trajectory) and len(one):
+                episode.trajectories[number] = Sample(
+                    one.token_ids, one.logprobs, one.loss_mask, self._keep(one.routes), versions=one.versions
+                )
+
     def _turn(self, episode: Episode, tokens: list[int]) -> Turn:
         assert episode.environment is not None
         started = time.perf_counter()
-        name = f"{type(episode.environment).__name__}.step"
+        name = f"{_name(episode.environment)}.step"
         try:
             with guarded(f"problem {episode.problem}, turn {episode.turns}: {name}", RewardError):
                 turn = episode.environment.step(tokens)
@@ -162,6 +182,11 @@ class Player:
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
         return turn
+
+
+def _name(made: Task | Environment) -> str:
+    """Return the name of the user's class in messages; what stands for it in this process knows it."""
+    return getattr(made, "name", None) or type(made).__name__
 
 
 def seed_of(*numbers: int) -> int:

@@ -8,21 +8,31 @@ All episodes take their turns together, with one batch of requests per turn, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request
 from router_replay.errors import EngineError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Task
-from router_replay.rl.rollout.player import Episode, Player, seed_of
+from router_replay.rl.rollout.player import Episode, Keep, Player, seed_of
+
+T = TypeVar("T")
 
 
 class Rollout:
     """Play the episodes of one training step. If `run` raises, `episodes` holds what was played until then.
 
     `problems` are the problem numbers, each of which gets `config.group` episodes. `max_length` limits prompt and
-    completion together. `seed` decides all samples of the step. `on_turn` is called before each turn.
+    completion together. `seed` decides all samples of the step. `on_turn` is called before each turn. `keep` puts the
+    rows of finished episodes away, so that this process has those of the others only. `threads` environments take their
+    steps at the same time.
     """
 
     def __init__(
@@ -35,19 +45,18 @@ class Rollout:
         max_length: int,
         seed: Sequence[int],
         on_turn: Callable[[], object] = lambda: None,
+        keep: Keep | None = None,
+        threads: int = 1,
     ) -> None:
         self._engine, self._config = engine, config
-        self._player = Player(engine, task, config, max_length)
+        self._player = Player(engine, task, config, max_length, keep)
+        self._one_by_one, self._threads = keep is not None, threads
+        self.seconds_in_environments = 0.0  # by the clock: several threads may step at once
         self._seed, self._on_turn = seed, on_turn
         self.episodes: list[Episode] = []
         for group, problem in enumerate(problems):
             for _ in range(config.group):
                 self.episodes.append(self._reset(group, problem))
-
-    @property
-    def seconds_in_environments(self) -> float:
-        """Return the time that the environments took so far."""
-        return self._player.seconds_in_environments
 
     def run(self) -> list[Episode]:
         """Play all episodes to their end."""
@@ -57,16 +66,49 @@ class Rollout:
                 break
             self._on_turn()
             requests = self._first_requests() if turn == 0 else [self._request(e, turn) for e in waiting]
-            completions = self._engine.generate(requests)
-            if len(completions) != len(waiting):
-                raise EngineError(f"expected {len(waiting)} completions, one per episode, got {len(completions)}")
             prompts = [request.token_ids for request in requests for _ in range(request.sampling.n)]
-            turns = list(zip(waiting, prompts, completions, strict=True))
-            for turn_of in turns:  # append all completions first, so that they are kept if an environment raises
-                self._append(*turn_of)
-            for episode, prompt, completion in turns:
-                self._player.step(episode, prompt, completion.token_ids.tolist())
+            sampled: list[list[int]] = [[]] * len(waiting)
+            # Append all completions first, so that they are kept if an environment raises.
+            for place, completion in self._answers(requests, len(waiting)):
+                self._append(waiting[place], prompts[place], completion)
+                sampled[place] = completion.token_ids.tolist()
+                if turn == self._player.turns - 1:
+                    self._player.put_away(waiting[place])
+            began = time.perf_counter()
+            self._step(waiting, prompts, sampled)
+            self.seconds_in_environments += time.perf_counter() - began
+            for episode in waiting:
+                if episode.done or not self._player.room(episode):
+                    self._player.put_away(episode)
         return self.episodes
+
+    def _step(self, episodes: list[Episode], prompts: Sequence[Sequence[int]], sampled: list[list[int]]) -> None:
+        """Let the environments of these episodes take a step."""
+        if self._threads == 1:
+            for episode, prompt, tokens in zip(episodes, prompts, sampled, strict=True):
+                self._player.step(episode, prompt, tokens)
+            return
+        with concurrent.futures.ThreadPoolExecutor(self._threads, "router-replay-env") as pool:
+            for _ in pool.map(self._player.step, episodes, prompts, sampled):
+                pass  # raises what a step raised
+
+    def _answers(self, requests: Sequence[Request], episodes: int) -> Iterator[tuple[int, Completion]]:
+        """Yield the completions, each with the number of its episode among those that wait.
+
+        If rows are put away, the answer to a request is yielded as soon as it is there, so that few are held at once.
+        """
+        if not self._one_by_one:
+            completions = self._engine.generate(requests)
+            if len(completions) != episodes:
+                raise EngineError(f"expected {episodes} completions, one per episode, got {len(completions)}")
+            yield from enumerate(completions)
+            return
+        first = np.cumsum([0, *(request.sampling.n for request in requests)]).tolist()
+        for number, samples in as_answered(self._engine, requests):
+            expected = requests[number].sampling.n
+            if len(samples) != expected:
+                raise EngineError(f"{requests[number].id}: expected {expected} completions, got {len(samples)}")
+            yield from enumerate(samples, start=first[number])
 
     def _reset(self, group: int, problem: int) -> Episode:
         episode = self._player.reset(len(self.episodes), group, problem)
@@ -85,3 +127,26 @@ class Rollout:
         if completion.finish_reason == "abort":
             raise EngineError(f"{completion.request_id}: the engine aborted a request that the trainer did not abort")
         self._player.append(episode, prompt, completion)
+
+
+def as_answered(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
+    """Send all `requests`, and yield the samples of each with its number, in the order in which they are answered."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        numbers = {loop.create_task(_submit(engine, request)): number for number, request in enumerate(requests)}
+        try:
+            while numbers:
+                done, _ = runner.run(_first_of(numbers))
+                for task in done:
+                    yield numbers.pop(task), task.result()
+        finally:
+            for task in numbers:
+                task.cancel()
+
+
+async def _submit(engine: Engine, request: Request) -> list[Completion]:
+    return await engine.submit(request)
+
+
+async def _first_of(tasks: Iterable[asyncio.Task[T]]) -> tuple[set[asyncio.Task[T]], set[asyncio.Task[T]]]:
+    return await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -19,17 +20,18 @@ from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request
 from router_replay.errors import EngineError, TrainError
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.environments.base import Task
+from router_replay.rl.environments.base import EnvironmentLost, Task
 from router_replay.rl.rollout.evaluation import Evaluation, EvaluationResult, result_of
 from router_replay.rl.rollout.groups import Group, Play
 from router_replay.rl.rollout.ledger import Ledger, OpenGroup, Reason, StreamState
 from router_replay.rl.rollout.order import TRAINER, Order
-from router_replay.rl.rollout.player import Episode, Player, seed_of
+from router_replay.rl.rollout.player import Episode, Keep, Player, seed_of
 from router_replay.rl.rollout.staleness import Load, make_policy
 from router_replay.rl.rollout.stream_figures import StreamFigures
 from router_replay.rl.state.journal import Journal
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 FLAT_STEPS = 50  # a run ends after so many steps' worth of groups without signal in a row
 
 
@@ -52,11 +54,12 @@ class Rollouts:
         on_turn: Callable[[], object],
         order: Order,
         pool: concurrent.futures.Executor,
+        keep: Keep | None = None,
     ) -> None:
         self._engine, self._task, self._settings = engine, task, config.asynchronous
         self._batch, self._size = config.rollout.prompts, config.rollout.group
         self._seed, self._on_turn, self._journal = config.seed, on_turn, journal
-        self._player = Player(engine, task, config.rollout, config.max_length)
+        self._player = Player(engine, task, config.rollout, config.max_length, keep)
         self._policy = make_policy(self._settings.staleness, self._settings.max_staleness, self._batch)
         self._version, self._epoch = version, 0
         self.ledger = dataclasses.replace(state.ledger, dropped={**Ledger().dropped, **state.ledger.dropped})
@@ -68,7 +71,7 @@ class Rollouts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._stopped = False
-        self._flat = 0  # groups without signal in a row
+        self._flat = self._lost = 0  # groups without signal in a row; groups whose environment was lost, in a row
         self._figures, self._taken_at = StreamFigures(), time.perf_counter()
         self._evaluation: asyncio.Task[EvaluationResult] | None = None
         self._order, self._pool = order, pool
@@ -173,17 +176,23 @@ class Rollouts:
     # -- one episode ------------------------------------------------------------------------------
 
     async def _play(self, group: Group, member: int) -> None:
-        task = asyncio.current_task()
+        task, name = asyncio.current_task(), f"{group.number}.{member}"
         assert task is not None
         try:
-            episode = await self._played(group, member)
-            await self._order.turn(f"{group.number}.{member}")
+            try:
+                episode = await self._played(group, member)
+            except EnvironmentLost as error:
+                self._without_environment(group, error)
+                self._tasks.discard(task)
+                self._order.did("lost", episode=name, admit=self._fill())
+                return
+            await self._order.turn(name)
             if not group.dropped:
                 self._journal_it(group, member, episode)
             self._tasks.discard(task)
             admitted = self._fill()
             if self._order.notes:
-                name, reward = f"{group.number}.{member}", float(episode.reward)
+                reward = float(episode.reward)
                 self._order.did("end", episode=name, reward=reward, dropped=group.dropped, admit=admitted)
         except asyncio.CancelledError:
             self._tasks.discard(task)
@@ -205,6 +214,8 @@ class Rollouts:
                 await self._in_pool(self._player.step, episode, prompt, tokens)
         if group.dropped:
             self._figures.wasted += episode.sampled_tokens
+        else:
+            await self._in_pool(self._player.put_away, episode)
         return episode
 
     async def _answer(self, group: Group, member: int, episode: Episode, turn: int) -> list[int]:
@@ -288,9 +299,19 @@ class Rollouts:
         elif self._policy.evict([group], self._version):
             self._drop(group, "stale")
         else:
+            self._lost = 0
             group.ready_at = time.perf_counter()
             self._ready.append(group)
             self._news.set()
+
+    def _without_environment(self, group: Group, error: EnvironmentLost) -> None:
+        """Drop a group of which an environment was lost with its process. If all are lost, that is the error."""
+        logger.warning("%s; its group is dropped", error)
+        if not group.dropped:
+            self._drop(group, "environment")
+        self._lost += 1
+        if self._lost >= FLAT_STEPS * self._batch:
+            self._fail(error)
 
     def _drop(self, group: Group, reason: Reason) -> None:
         group.dropped = True

@@ -23,7 +23,7 @@ from router_replay.rl.environments.base import Task
 from router_replay.rl.rollout.evaluation import Evaluation, EvaluationResult
 from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.order import TRAINER, Order
-from router_replay.rl.rollout.player import Episode
+from router_replay.rl.rollout.player import Episode, Keep
 from router_replay.rl.rollout.rollouts import Rollouts
 from router_replay.rl.state.journal import Journal
 
@@ -34,7 +34,8 @@ class RolloutStream:
     """Play groups of episodes from the problems of `task` until it is closed.
 
     `state` and `finished` come from the checkpoint and its journal. `version` is the engine's. `on_turn` is called
-    after each turn. `order` records the order of events, or decides it. If a task fails, `take` raises its error.
+    after each turn. `order` records the order of events, or decides it. `keep` puts the rows of finished episodes
+    away. If a task fails, `take` raises its error.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RolloutStream:
         version: int,
         on_turn: Callable[[], object] = lambda: None,
         order: Order | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self._engine, self._keeps = engine, config.asynchronous.on_new_weights == "keep"
         self._order, self._journal = Order() if order is None else order, journal
@@ -56,7 +58,7 @@ class RolloutStream:
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "router-replay-env")
         self._rollouts = Rollouts(
             engine, task, config, journal, state, finished,
-            version=version, on_turn=on_turn, order=self._order, pool=self._pool,
+            version=version, on_turn=on_turn, order=self._order, pool=self._pool, keep=keep,
         )  # fmt: skip
         self._stopped = False
         self._loop = asyncio.new_event_loop()

@@ -29,7 +29,7 @@ import numpy as np
 from router_replay import wire
 from router_replay.batch import Sample
 from router_replay.errors import RouterReplayError, TrainError
-from router_replay.rl.rollout.player import Episode
+from router_replay.rl.rollout.player import Episode, Keep
 from router_replay.spec import RouterSpec
 
 FOLDER = "journal"
@@ -114,12 +114,14 @@ class Journal:
             self._file = None
 
 
-def read(output: pathlib.Path, step: int, version: int, spec: RouterSpec) -> list[tuple[int, int, Episode]]:
+def read(
+    output: pathlib.Path, step: int, version: int, spec: RouterSpec, keep: Keep | None = None
+) -> list[tuple[int, int, Episode]]:
     """Return the episodes since the checkpoint of `step`, each once, with member number and size of the group.
 
     `version` is the policy version of the checkpoint. Tokens of later versions were sampled with weights that are lost;
     a token that is k versions ahead gets the version `version` - k, because so many updates lie between the two
-    policies. `spec` is that of the model.
+    policies. `spec` is that of the model. `keep` puts the rows of each episode away.
     """
     found: dict[tuple[int, int], tuple[int, int, Episode]] = {}
     for later, path in _segments(output / FOLDER):
@@ -128,7 +130,7 @@ def read(output: pathlib.Path, step: int, version: int, spec: RouterSpec) -> lis
         for number, payload in enumerate(_payloads(path)):
             try:
                 record = msgspec.msgpack.decode(payload, type=_Record)
-                episode = _decoded(record, version, spec)
+                episode = _decoded(record, version, spec, keep)
             except (msgspec.MsgspecError, ValueError, RouterReplayError) as error:
                 raise _damaged(path, number, str(error)) from error
             found.setdefault((record.group, record.member), (record.member, record.size, episode))
@@ -181,7 +183,7 @@ def _encoded(episode: Episode, member: int, size: int) -> bytes:
             np.asarray(one.logprobs, "<f4").tobytes(),
             np.asarray(one.loss_mask, "|b1").tobytes(),
             np.asarray(one.versions, "<i8").tobytes(),
-            b"" if one.routes is None else bytes(wire.encode(one.routes, codec="dense")),
+            b"" if one.routes is None else bytes(wire.encode(one.routes.read(), codec="dense")),
         )
         for one in episode.trajectories
         if len(one)
@@ -192,15 +194,16 @@ def _encoded(episode: Episode, member: int, size: int) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def _decoded(record: _Record, version: int, spec: RouterSpec) -> Episode:
+def _decoded(record: _Record, version: int, spec: RouterSpec, keep: Keep | None) -> Episode:
     trajectories: list[Sample] = []
     for one in record.sequences:
         versions = np.frombuffer(one.versions, "<i8")
+        rows = wire.decode(one.routes, spec=spec) if one.routes else None
         sample = Sample(
             np.frombuffer(one.token_ids, "<i8"),
             np.frombuffer(one.logprobs, "<f4"),
             np.frombuffer(one.loss_mask, "|b1"),
-            wire.decode(one.routes, spec=spec) if one.routes else None,
+            rows if rows is None or keep is None else keep(rows),
             versions=np.where(versions > version, 2 * version - versions, versions),
         )
         trajectories.append(Sample.of(sample))

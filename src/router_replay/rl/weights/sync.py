@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine, WeightSource
-from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, sweep
+from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, roomy, sweep
 from router_replay.engines.types import InFlight
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
@@ -137,14 +137,11 @@ class WeightSync:
 
 
 def _roomy(wanted: str, needed: int) -> str | None:
-    """Return the requested folder, shared memory if it has room, or None for the system's temporary folder."""
+    """Return the requested folder, or where there is room if none was requested."""
     if wanted:
         try:
             pathlib.Path(wanted).mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"engine.weights = {wanted!r} cannot be created as a folder: {error}") from error
         return wanted
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).free > needed:
-            return str(SHARED_MEMORY)
-    return None
+    return roomy(needed)

@@ -82,7 +82,9 @@ class MegatronPolicy(BasePolicy):
         """Compute the log-probs of the old policy, and of the reference model, for every micro-batch."""
         routes: list[Any] | None = None
         if self._config.replay == "r3":
-            routes = [with_routes(micro) for micro in mini.micro]
+            whole = [with_routes(micro) for micro in mini.micro]
+            rows, on_missing = Shape.of(mini).rows, self._config.rollout.on_missing
+            routes = [*self.replayer.cut(whole, micro_batch_size=rows, on_missing=on_missing)]
         if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
             old = [micro.to_torch(self._ranks.device).whole("label_logprobs") for micro in mini.micro]
         elif routes is not None:
