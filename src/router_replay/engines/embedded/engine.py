@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Literal
 
@@ -166,11 +166,11 @@ class EmbeddedEngine(Engine):
         """
         refuse_folder(source)
         version = checks.version(version)
-        staged: dict[str, Any] = {}
+        staged: list[Mapping[str, Any]] = []
         self._when_settled(
             in_flight,
-            act=lambda: self._swap(staged, version),
-            prepare=lambda: staged.update(stage(inner_model(self._model), source)),
+            act=lambda: self._swap(staged[-1], version),
+            prepare=lambda: staged.append(stage(inner_model(self._model), source)),
         )
 
     def ping(self) -> None:
@@ -255,7 +255,7 @@ class EmbeddedEngine(Engine):
     def _set_paused(self, paused: bool) -> None:
         self._schedule.paused = paused
 
-    def _swap(self, tensors: dict[str, Any], version: int) -> None:
+    def _swap(self, tensors: Mapping[str, Any], version: int) -> None:
         try:
             copy_in_place(inner_model(self._model), tensors)
         except Exception as error:

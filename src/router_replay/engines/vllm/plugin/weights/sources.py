@@ -25,13 +25,14 @@ from router_replay.engines.shared_memory import SHARED_MEMORY
 from router_replay.errors import EngineError
 
 Index: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Place: TypeAlias = tuple[slice, ...]
 # Keyed by the dtype name in the shared-memory index, and by the one in a safetensors file.
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int64": torch.int64,
     "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
-_IN_FILES = {
+IN_FILES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "BOOL": "bool",
@@ -40,11 +41,19 @@ _IN_FILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Hold the tensors of a source by name: the description of each, and a function that returns it."""
+    """Hold the tensors of a source by name: the description of each, and a function that returns it.
+
+    `part` returns a rectangle of a tensor, if that is cheaper than to read all of it.
+    """
 
     where: str
     index: Index
     read: Callable[[str], torch.Tensor]
+    part: Callable[[str, Place], torch.Tensor] | None = None
+
+    def read_part(self, name: str, place: Place) -> torch.Tensor:
+        """Return the rectangle `place` of a tensor."""
+        return self.read(name)[place] if self.part is None else self.part(name, place)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self.read(name)) for name in self.index)
@@ -82,14 +91,18 @@ def _open_path(path: pathlib.Path) -> Weights:
                 raise EngineError(
                     f"{name} is in two files of {path}, and no model.safetensors.index.json says which to use"
                 )
-            part = opened.get_slice(name)
-            if part.get_dtype() not in _IN_FILES:
+            told = opened.get_slice(name)
+            if told.get_dtype() not in IN_FILES:
                 raise EngineError(
-                    f"{name} in {file} has dtype {part.get_dtype()}, expected one of {', '.join(_IN_FILES)}"
+                    f"{name} in {file} has dtype {told.get_dtype()}, expected one of {', '.join(IN_FILES)}"
                 )
-            index[name] = DTYPES[_IN_FILES[part.get_dtype()]], tuple(part.get_shape())
+            index[name] = DTYPES[IN_FILES[told.get_dtype()]], tuple(told.get_shape())
             holder[name] = opened
-    return Weights(str(path), index, lambda name: holder[name].get_tensor(name))
+
+    def part(name: str, place: Place) -> torch.Tensor:
+        return holder[name].get_slice(name)[place] if place else holder[name].get_tensor(name)
+
+    return Weights(str(path), index, lambda name: holder[name].get_tensor(name), part)
 
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
