@@ -53,6 +53,22 @@ def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = No
     return dict(in_checkpoint(pieces_of(model), model.state_dict() if state is None else state))
 
 
+def index_of(like: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the place of each tensor in one piece of memory, ready for JSON, and the length of the memory."""
+    tensors: dict[str, dict[str, Any]] = {}
+    length = 0
+    for name, tensor in like.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise EngineError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+        length = math.ceil(length / ALIGNMENT) * ALIGNMENT
+        tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": length}
+        length += tensor.numel() * tensor.itemsize
+    if not length:
+        raise EngineError("there are no weights to share: expected at least one tensor that is not empty")
+    return tensors, length
+
+
 class SharedWeights:
     """Allocates a shared memory segment for tensors with the names, shapes and dtypes of `like`; `write` fills it.
 
@@ -62,17 +78,7 @@ class SharedWeights:
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         self.name = shared_memory.new_name()
-        self._tensors: dict[str, dict[str, Any]] = {}
-        length = 0
-        for name, tensor in like.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise EngineError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-            length = math.ceil(length / ALIGNMENT) * ALIGNMENT
-            self._tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": length}
-            length += tensor.numel() * tensor.itemsize
-        if not length:
-            raise EngineError("there are no weights to share: expected at least one tensor that is not empty")
+        self._tensors, length = index_of(like)
         shared_memory.sweep(SHARED_MEMORY)
         self._memory, lock = _allocate(self.name, length)
         self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)

@@ -160,7 +160,7 @@ class _Noting(TorchDispatchMode):
         operation = func._schema.name.partition("::")[2]
         if operation in CONSTANT:
             return
-        source = args[1] if operation == "copy_" else None
+        source: Any = args[1] if operation == "copy_" else None
         name = None if source is None else self._given.get(_storage(source))
         if name is None or written.shape != source.shape:
             raise EngineError(f"the loader of {parameter} computes its values ({operation})")

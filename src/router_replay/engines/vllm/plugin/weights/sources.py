@@ -1,8 +1,10 @@
-"""Open new weights in a vLLM worker, from safetensors on disk or from memory shared with the trainer.
+"""Open new weights in a vLLM worker, from safetensors on disk or from memory of the host or the GPU that is shared.
 
     {"path": "/checkpoints/12"}                         a Hugging Face folder, or one .safetensors file
     {"shared": {"name": "router-replay-1f2e",           a file of /dev/shm, with an index of what lies in it
                 "tensors": {"lm_head.weight": {"dtype": "bfloat16", "shape": [64, 8], "offset": 0}, ...}}}
+    {"cuda": {"gpu": "GPU-...", "memory": [...],        memory of the same GPU, by CUDA IPC, with such an index
+              "tensors": {...}}}
 
 Names are those of a checkpoint, as save_pretrained writes them. Opening a source reads only its index and refuses
 invalid entries. The tensors are memory maps of the file, so nothing is copied before vLLM's loaders read them.
@@ -10,7 +12,9 @@ invalid entries. The tensors are memory maps of the file, so nothing is copied b
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -66,7 +70,12 @@ def open_source(source: Mapping[str, Any]) -> Weights:
         return _open_path(pathlib.Path(source["path"]))
     if kind == {"shared"} and isinstance(source["shared"], Mapping):
         return _open_shared(source["shared"])
-    raise EngineError(f'the weight source must be {{"path": ...}} or {{"shared": {{...}}}}, got {str(source)[:100]}')
+    if kind == {"cuda"} and isinstance(source["cuda"], Mapping):
+        return _open_cuda(source["cuda"])
+    raise EngineError(
+        f'the weight source must be {{"path": ...}}, {{"shared": {{...}}}} or {{"cuda": {{...}}}}, got '
+        f"{str(source)[:100]}"
+    )
 
 
 # -- safetensors --------------------------------------------------------------------------------------
@@ -150,6 +159,45 @@ def _open_shared(shared: Mapping[str, Any]) -> Weights:
 
     index = {tensor: (dtype, shape) for tensor, (dtype, shape, _) in entries.items()}
     return Weights(f"shared memory {name}", index, read)
+
+
+# -- the memory of the same GPU -----------------------------------------------------------------------
+
+
+def _open_cuda(told: Mapping[str, Any]) -> Weights:
+    """Open memory that `CudaWeights` shares. The trainer and this worker must use the same GPU."""
+    gpu, memory, tensors = told.get("gpu"), told.get("memory"), told.get("tensors")
+    if not isinstance(memory, list) or not isinstance(tensors, Mapping) or not tensors:
+        raise EngineError(f'GPU memory must be {{"gpu", "memory", "tensors"}}, got {str(told)[:100]}')
+    here = gpu_name(torch.cuda.current_device()) if torch.cuda.is_available() else "no GPU"
+    if gpu != here:
+        raise EngineError(f"the weights are in the memory of {gpu}, and this vLLM worker uses {here}")
+    try:
+        bytes_of_it = _mapped(json.dumps(memory))
+    except Exception as error:  # torch raises many types here
+        raise EngineError(f"the trainer's memory of {gpu} cannot be opened by CUDA IPC: {error}") from error
+    entries = {tensor: _entry(tensor, one, len(bytes_of_it)) for tensor, one in tensors.items()}
+
+    def read(tensor: str) -> torch.Tensor:
+        dtype, shape, offset = entries[tensor]
+        return bytes_of_it[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    index = {tensor: (dtype, shape) for tensor, (dtype, shape, _) in entries.items()}
+    return Weights(f"the memory of {gpu}", index, read)
+
+
+@functools.lru_cache(maxsize=1)  # a trainer shares the same memory for all versions
+def _mapped(memory: str) -> torch.Tensor:
+    """Return the bytes of the memory that a trainer described with `CudaWeights.info`."""
+    parts = [base64.b64decode(one[1:]) if isinstance(one, str) else one for one in json.loads(memory)]
+    device = torch.cuda.current_device()
+    storage = torch.UntypedStorage._new_shared_cuda(device, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
+
+
+def gpu_name(number: int) -> str:
+    """Return the name of a GPU that is the same in all processes, whichever GPUs they see."""
+    return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
 
 
 def _entry(tensor: str, told: Any, length: int) -> tuple[torch.dtype, tuple[int, ...], int]:
