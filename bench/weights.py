@@ -2,9 +2,10 @@
 
     python -m bench.weights                   # the tiny model on the CPU
     python -m bench.weights --device cuda     # 446M parameters, as on the H200 of docs/performance.md
+    python -m bench.weights --device cuda --ipc     # by CUDA IPC instead of shared memory of the host
 
-In every round the policy's weights are gathered and published to shared memory, and the engine loads them twice: once
-by vLLM's loader and once directly, as far as the plugin's check allows it. The columns of a round stand side by side.
+In every round the policy's weights are gathered and published, and the engine loads them twice: once by vLLM's loader
+and once directly, as far as the plugin's check allows it. The columns of a round stand side by side.
 Between the rounds two sets of weights alternate, and after each load the engine's answer must be that of these weights.
 NCCL between several GPUs is not run here.
 """
@@ -25,6 +26,9 @@ import torch
 from bench.train_gpu import make_model
 from router_replay.engines import Completion, Request, Sampling, VllmEngine
 from router_replay.engines.environment import environment
+from router_replay.engines.lazy_tensors import LazyTensors
+from router_replay.engines.pieces import in_checkpoint, pieces_of
+from router_replay.engines.vllm.cuda_weights import CudaWeights
 from router_replay.rl.config import EngineConfig, load_config
 from router_replay.rl.engine_start import CPU_ENVIRONMENT, QUIET
 from router_replay.rl.policy.policy import Policy
@@ -39,17 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="the tiny model on a GPU, too")
+    parser.add_argument(
+        "--ipc", action="store_true", help="publish to memory of the GPU that both use"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "model")
         _, parameters = make_model(folder, tiny=chosen.tiny or chosen.device == "cpu")
         print(f"{parameters:,} parameters, {2 * parameters / 2**20:,.0f} MiB in bfloat16, {chosen.device}")
-        measure(folder, chosen.device, chosen.rounds)
+        measure(folder, chosen.device, chosen.rounds, chosen.ipc)
     return 0
 
 
-def measure(folder: pathlib.Path, device: str, rounds: int) -> None:
+def measure(folder: pathlib.Path, device: str, rounds: int, ipc: bool) -> None:
     """Print one line per round, and the medians."""
     ranks = Ranks(0, 1, 1, torch.device(device))
     config = load_config(None, [f"model.path={folder}", f"model.device={device}", "model.dtype=bfloat16"])
@@ -57,6 +64,7 @@ def measure(folder: pathlib.Path, device: str, rounds: int) -> None:
     sync = WeightSync(EngineConfig(kind="vllm", dtype="bfloat16"), policy.model, policy.router_names)
     # Weights in another dtype make the plugin forget its plan, so that vLLM's loader takes the next ones.
     other = WeightSync(EngineConfig(kind="vllm", dtype="float32"), policy.model, policy.router_names)
+    publish: Callable[[LazyTensors, int], Any] = OnGpu(policy, sync) if ipc else sync.source
     first: dict[int, Completion] = {}
     lines: list[list[float]] = []
     with start(folder, device) as engine:
@@ -67,7 +75,7 @@ def measure(folder: pathlib.Path, device: str, rounds: int) -> None:
             with lending(policy, ranks) as lent:
                 assert lent is not None
                 gathered, _ = timed(device, on_host, lent.weights)
-                published, source = timed(device, sync.source, lent.weights, number)
+                published, source = timed(device, publish, lent.weights, number)
                 engine.update_weights(other.source(lent.weights, number), 3 * number + 1)
             engine.update_weights(source, 3 * number + 2)
             by_loader = engine.report()["weights"]
@@ -92,6 +100,20 @@ def measure(folder: pathlib.Path, device: str, rounds: int) -> None:
             print(f"    {count} layers: {reason}")
     sync.close()
     other.close()
+
+
+class OnGpu:
+    """Publish weights to memory of the policy's GPU."""
+
+    def __init__(self, policy: Policy, sync: WeightSync) -> None:
+        self._pieces, self._sync = pieces_of(policy.model), sync
+        like = sync.for_engine(policy.model.state_dict()).like
+        told = {piece.name: piece.of(like[piece.tensor]) for piece in self._pieces}
+        self._weights = CudaWeights(told, torch.cuda.current_device())
+
+    def __call__(self, state: LazyTensors, version: int) -> CudaWeights:
+        self._weights.write_each(in_checkpoint(self._pieces, self._sync.for_engine(state)))
+        return self._weights
 
 
 def start(folder: pathlib.Path, device: str) -> VllmEngine:
