@@ -102,7 +102,7 @@ def test_layers_whose_kernels_pack_their_weights_stay_with_vllms_loader(
     assert report["seconds_direct"] > 0 < report["seconds_loader"]
     reasons = {layer.rpartition(".")[2]: reason for layer, reason in report["by_loader"].items()}
     assert reasons["qkv_proj"] == "its kernel for CPUs holds packed weights"
-    assert "another layout in the kernel" in next(r for layer, r in report["by_loader"].items() if "experts" in layer)
+    assert any("w2_weight has another layout in the kernel" in reason for reason in report["by_loader"].values())
     assert not any("norm" in layer for layer in report["by_loader"])
     vllm_engine.update_weights(checkpoints.a, 0)
 
