@@ -23,7 +23,7 @@ from router_replay import RouterSpec, Routes, Sample
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.policy import delivery
-from router_replay.rl.policy.base import BasePolicy
+from router_replay.rl.policy.base import MOMENTS, BasePolicy
 from router_replay.rl.policy.megatron.policy import MegatronPolicy
 from router_replay.rl.processes.ranks import Ranks
 
@@ -101,7 +101,7 @@ def train(policy: BasePolicy, ranks: Ranks, row_multiple: int = 1) -> Found:
     """Make an update with the first samples, and one with all; the third pass is the first again, which is clipped."""
     every = samples(policy.spec)
     parts = [every[:3], every]
-    before = policy.whole_weights()
+    before = weights_of(policy)
     first, second = delivery.plan(parts, ranks, 24, "raise", row_multiple=row_multiple)[ranks.rank]
     figures, logprobs = [], []
     old = policy.score(first)
@@ -113,7 +113,25 @@ def train(policy: BasePolicy, ranks: Ranks, row_multiple: int = 1) -> Found:
             found |= {int(n): values[whole.sample_ids == n] for n in np.unique(whole.sample_ids) if n >= 0}
         logprobs.append({number: values for number, values in found.items() if number < mini.sequences})
         figures.append(policy.update(mini, known))
-    return Found(before, policy.whole_weights(), policy.optimizer_state(), figures, logprobs, policy.route_counts())
+    return Found(before, weights_of(policy), optimizer_of(policy), figures, logprobs, policy.route_counts())
+
+
+def weights_of(policy: BasePolicy) -> dict[str, torch.Tensor]:
+    """All weights on the first rank; nothing elsewhere."""
+    shards = policy.shards()
+    found = {name: shards.gather(name, "") for name in shards.like}
+    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def optimizer_of(policy: BasePolicy) -> dict[str, Any]:
+    """The optimizer's state on the first rank, as a checkpoint gives it back; nothing elsewhere."""
+    shards = policy.shards()
+    found = {name: {moment: shards.gather(name, moment) for moment in MOMENTS} for name in shards.steps}
+    return {
+        name: {"step": shards.steps[name], **{moment: tensor.clone() for moment, tensor in own.items()}}
+        for name, own in found.items()
+        if None not in own.values()
+    }
 
 
 def run(folder: pathlib.Path, rank: int, world: int, division: Division, mode: str) -> Found:

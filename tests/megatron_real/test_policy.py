@@ -78,9 +78,9 @@ def same(got: policies.Found, expected: policies.Found) -> None:
     for name, weight in expected.weights.items():
         assert (got.weights[name] - weight).abs().max() < 0.1 * policies.LR, name
         for moment in ("exp_avg", "exp_avg_sq"):
-            mine, theirs = (one.optimizer["state"][name][moment] for one in (got, expected))
+            mine, theirs = (one.optimizer[name][moment] for one in (got, expected))
             assert (mine - theirs).abs().max() <= 5e-5 * max(float(theirs.abs().max()), 1e-3), (name, moment)
-        assert got.optimizer["state"][name]["step"] == expected.optimizer["state"][name]["step"] == 3
+        assert got.optimizer[name]["step"] == expected.optimizer[name]["step"] == 3
     assert got.counts.rows_live == expected.counts.rows_live
 
 
@@ -102,7 +102,7 @@ def test_one_process_computes_what_transformers_computes(
     same_logprobs(alone[mode].logprobs[1], expected.logprobs[1], 1e-3)
     assert alone[mode].counts.agreement == pytest.approx(expected.counts.agreement, abs=0.05)
     assert expected.figures[2]["ppo_kl"] != 0  # the third update is off-policy
-    moments = alone[mode].optimizer["state"]["model.embed_tokens.weight"]["exp_avg"]
+    moments = alone[mode].optimizer["model.embed_tokens.weight"]["exp_avg"]
     assert not moments[policies.PADDING].any()
 
 
@@ -163,17 +163,17 @@ def test_the_state_of_one_policy_goes_on_in_the_other(folder: pathlib.Path, alon
     tiny.start()
     made = [policy(config, ONE, folder / "model") for policy in (MegatronPolicy, Policy)]
     state = alone["r3"].optimizer
-    written = [checkpoint_tensors(policy.model, policy.whole_weights()) for policy in made]
+    written = [checkpoint_tensors(policy.model, policies.weights_of(policy)) for policy in made]
     assert written[0].keys() == written[1].keys()  # as vLLM gets them: the model without weights names them too
     assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
     assert made[0].router_names == made[1].router_names
     for policy in made:
         policy.load_optimizer_state(state)
         policy.updates = 3
-        kept = policy.optimizer_state()
-        assert set(kept["state"]) == set(state["state"])
-        for name, held in state["state"].items():
-            assert all(torch.equal(kept["state"][name][key], value) for key, value in held.items())
+        kept = policies.optimizer_of(policy)
+        assert set(kept) == set(state)
+        for name, held in state.items():
+            assert all(torch.equal(kept[name][key], value) for key, value in held.items())
     mini, figures = delivery.plan([policies.samples(made[0].spec)], ONE, 24, "raise", row_multiple=1)[0][0], []
     for policy in made:
         figures.append(policy.update(mini, policy.score(mini)))
@@ -196,7 +196,7 @@ def test_bfloat16_rounds_no_more_than_with_transformers(folder: pathlib.Path, ro
         policy.update(mini, scored)
         again = policy.score(mini)  # the copies of the weights follow the update
         found[name] = torch.stack([one.old_logprobs for passes in (scored, again) for one in passes])
-        assert {weight.dtype for weight in policy.whole_weights().values()} == {torch.float32}
+        assert {weight.dtype for weight in policies.weights_of(policy).values()} == {torch.float32}
     errors = {name: (found[name] - found["float32"]).abs().mean() for name in ("megatron", "transformers")}
     assert 0 < errors["megatron"] < 2 * errors["transformers"]
 

@@ -89,7 +89,10 @@ class EngineSet:
             sync.push(engine, state, version, in_flight)
             return
         tables, elsewhere = self._config.all_engines, self._restartable
+        # The tensors of an engine in this process are lent for the time of this call only. An engine that does not
+        # answer now loads them later, so of several engines each gets a folder, or the memory that all share.
         by_folder = {_form(tables[name]) for name in elsewhere}
+        by_folder |= {_form(table) for table in tables.values() if table.kind == "embedded"}
         sources: dict[tuple[str, ...], WeightSource] = {
             form: sync.source(state, version, as_folder=form in by_folder) for form, sync in self._syncs.items()
         }

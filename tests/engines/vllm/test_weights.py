@@ -190,6 +190,8 @@ def test_an_index_that_cannot_be_is_refused(change: dict[str, Any], message: str
         ({}, "the weight source must be"),
         ({"path": "x", "shared": {}}, "the weight source must be"),
         ({"shared": {"name": "x", "tensors": {}}}, "shared memory must be"),
+        ({"cuda": {"gpu": "GPU-1", "memory": []}}, "GPU memory must be"),
+        ({"cuda": {"gpu": "GPU-1", "memory": [], "tensors": {"a": {}}}}, "this vLLM worker uses "),
         (
             {"shared": {"name": "../etc/passwd", "tensors": {"a": {}}}},
             "the name of shared memory must be that of a file",

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Literal
 
@@ -167,13 +167,13 @@ class EmbeddedEngine(Engine):
         """
         refuse_folder(source)
         version = checks.version(version)
-        staged: dict[str, Any] = {}
+        staged: list[Mapping[str, Any]] = []
 
         def prepare() -> None:
-            staged.update(stage(inner_model(self._model), source))
+            staged.append(stage(inner_model(self._model), source))
             self._schedule.order.swaps(version)  # before requests end because of it
 
-        self._when_settled(in_flight, act=lambda: self._swap(staged, version), prepare=prepare)
+        self._when_settled(in_flight, act=lambda: self._swap(staged[-1], version), prepare=prepare)
 
     def obey(self, order: PassOrder) -> Callable[[], None]:
         """Let `order` watch, or decide, which requests share each pass from now on.
@@ -268,7 +268,7 @@ class EmbeddedEngine(Engine):
     def _set_paused(self, paused: bool) -> None:
         self._schedule.paused = paused
 
-    def _swap(self, tensors: dict[str, Any], version: int) -> None:
+    def _swap(self, tensors: Mapping[str, Any], version: int) -> None:
         try:
             copy_in_place(inner_model(self._model), tensors)
         except Exception as error:

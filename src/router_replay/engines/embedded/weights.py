@@ -1,7 +1,8 @@
 """Loads new weights into a running model. They are read and checked first, so that a wrong source changes nothing.
 
 A folder is loaded by transformers, which maps the names and expert tensors of a checkpoint to those of the module. It
-is read into host memory beside the running model, and then copied in place.
+is read into host memory beside the running model, and then copied in place. Lazy tensors are checked by their shapes
+and read one at a time while they are copied.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from router_replay.engines.lazy_tensors import LazyTensors, like_of
 from router_replay.errors import EngineError, shorten
 from router_replay.forward.inner import inner_model
 
@@ -35,8 +37,8 @@ def refuse_folder(source: Any) -> None:
         )
 
 
-def stage(model: Any, source: Source) -> dict[str, Any]:
-    """Return a tensor of the right shape for every name in the model's state dict.
+def stage(model: Any, source: Source) -> Mapping[str, Any]:
+    """Return a tensor of the right shape for every name in the model's state dict; lazy tensors stay lazy.
 
     Raises EngineError with the reason if the source does not fit.
     """
@@ -86,19 +88,21 @@ _WRONG = {
 }
 
 
-def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> dict[str, Any]:
-    wanted = model.state_dict()
-    found = {name: tensors[name] for name in wanted if name in tensors}
+def _fitting(model: Any, tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    wanted, like = model.state_dict(), like_of(tensors)
+    found = {name: name for name in wanted if name in like}
     for name in wanted.keys() - found.keys():  # a tied tensor has two names, and a source may give only one
         twin = next((other for other in found if wanted[other].data_ptr() == wanted[name].data_ptr()), None)
         if twin is not None and wanted[name].numel():
             found[name] = found[twin]
     wrong = {
         "missing": wanted.keys() - found.keys(),
-        "unexpected": tensors.keys() - wanted.keys(),
-        "of another shape": {name for name, tensor in found.items() if tensor.shape != wanted[name].shape},
+        "unexpected": like.keys() - wanted.keys(),
+        "of another shape": {name for name, given in found.items() if like[given].shape != wanted[name].shape},
     }
     if any(wrong.values()):
         said = "; ".join(f"{what} {shorten(sorted(names))}" for what, names in wrong.items() if names)
         raise EngineError(f"the weights of {where} do not fit {type(model).__name__}: {said}")
-    return found
+    if isinstance(tensors, LazyTensors):
+        return LazyTensors({name: like[given] for name, given in found.items()}, lambda name: tensors[found[name]])
+    return {name: tensors[given] for name, given in found.items()}

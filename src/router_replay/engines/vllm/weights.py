@@ -15,12 +15,13 @@ import mmap
 import os
 import pathlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
 
 from router_replay.engines import shared_memory
+from router_replay.engines.pieces import in_checkpoint, pieces_of
 from router_replay.engines.shared_memory import SHARED_MEMORY
 from router_replay.engines.vllm.plugin.weights.sources import DTYPES
 from router_replay.errors import EngineError
@@ -46,12 +47,26 @@ def share(state: Mapping[str, torch.Tensor]) -> SharedWeights:
 def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a transformers `model` with the names and shapes that save_pretrained writes.
 
-    The module's own tensors differ, because its experts are fused. Most results are views, so they are not copied.
+    The module's own tensors differ, because its experts are fused. The results are views, so nothing is copied.
     `state` is the model's state dict, if the caller has one (for example gathered from shards, or cast).
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    return dict(in_checkpoint(pieces_of(model), model.state_dict() if state is None else state))
 
-    return revert_weight_conversion(model, dict(model.state_dict() if state is None else state))
+
+def index_of(like: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the place of each tensor in one piece of memory, ready for JSON, and the length of the memory."""
+    tensors: dict[str, dict[str, Any]] = {}
+    length = 0
+    for name, tensor in like.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise EngineError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+        length = math.ceil(length / ALIGNMENT) * ALIGNMENT
+        tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": length}
+        length += tensor.numel() * tensor.itemsize
+    if not length:
+        raise EngineError("there are no weights to share: expected at least one tensor that is not empty")
+    return tensors, length
 
 
 class SharedWeights:
@@ -63,32 +78,26 @@ class SharedWeights:
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         self.name = shared_memory.new_name()
-        self._tensors: dict[str, dict[str, Any]] = {}
-        length = 0
-        for name, tensor in like.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise EngineError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-            length = math.ceil(length / ALIGNMENT) * ALIGNMENT
-            self._tensors[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": length}
-            length += tensor.numel() * tensor.itemsize
-        if not length:
-            raise EngineError("there are no weights to share: expected at least one tensor that is not empty")
+        self._tensors, length = index_of(like)
         shared_memory.sweep(SHARED_MEMORY)
         self._memory, lock = _allocate(self.name, length)
         self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)
 
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors of `state`, which have the same names and shapes. No engine may read meanwhile."""
-        if not self._unlink.alive:
-            raise EngineError("this shared memory was closed: allocate it again with share")
         if state.keys() != self._tensors.keys():
             differing = sorted(state.keys() ^ self._tensors.keys())
             raise EngineError(
                 "expected the tensors that this shared memory was made for; these are in only one of the two: "
                 f"{', '.join(differing[:5])}"
             )
-        for name, tensor in state.items():
+        self.write_each(state.items())
+
+    def write_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors as they come, under names that this memory has. No engine may read meanwhile."""
+        if not self._unlink.alive:
+            raise EngineError("this shared memory was closed: allocate it again with share")
+        for name, tensor in tensors:
             told = self._tensors[name]
             if list(tensor.shape) != told["shape"]:
                 raise EngineError(f"{name} has shape {list(tensor.shape)}, expected {told['shape']}")

@@ -24,6 +24,7 @@ from router_replay.rl.policy.models import LoadError, load_tokenizer, model_fold
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
+from router_replay.rl.weights.lending import lending
 
 T = TypeVar("T")
 
@@ -56,11 +57,11 @@ class Run:
             for warning in warnings:
                 self.display.note(warning)
             self._load(checkpoint)
-            state = self.policy.whole_weights()
-            if self.first is not None:
-                self.phases.say("starting the engine")
-                on_turn = self.ranks.watch.beat
-                self.first.start(self.policy, state, self.progress, self.display, self._closing, on_turn)
+            with lending(self.policy, here) as lent:
+                if self.first is not None and lent is not None:
+                    self.phases.say("starting the engine")
+                    on_turn = self.ranks.watch.beat
+                    self.first.start(self.policy, lent.weights, self.progress, self.display, self._closing, on_turn)
 
     def _load(self, checkpoint: pathlib.Path | None) -> None:
         """Load the problems, the settings, the model and the checkpoint.
@@ -109,8 +110,12 @@ class Run:
 
     def push(self) -> BaseException | None:
         """Give the engine the new weights. A failure is returned, because the step's metrics must still be written."""
-        state = self.policy.whole_weights()
-        return self.on_first(lambda first: first.push(state, self.progress.version))[1]
+        failure = None
+        with lending(self.policy, self.ranks) as lent:
+            if self.first is not None and lent is not None:
+                weights = lent.weights
+                _, failure = self._try(lambda first: first.push(weights, self.progress.version))
+        return self._agree(failure)
 
     def begin(self) -> None:
         """Evaluate the version that the run starts with, if that is due."""
@@ -155,15 +160,23 @@ class Run:
 
         Every rank learns of a failure, so none waits.
         """
-        result, failure = None, None
-        if self.first is not None:
-            try:
-                result = work(self.first)
-            except BaseException as error:
-                failure = error
+        result, failure = self._try(work)
+        return result, self._agree(failure)
+
+    def _try(self, work: Callable[[FirstRank], T]) -> tuple[T | None, BaseException | None]:
+        """Run `work` on the first rank; return its result and its error, of which the others do not know yet."""
+        if self.first is None:
+            return None, None
+        try:
+            return work(self.first), None
+        except BaseException as error:
+            return None, error
+
+    def _agree(self, failure: BaseException | None) -> BaseException | None:
+        """Return the first rank's `failure` on every rank, or None if there is none. All ranks must call it."""
         if self.ranks.any(failure is not None):
             failure = self.agreed = self._told_by_first(failure)
-        return result, failure
+        return failure
 
     def _told_by_first(self, failure: BaseException | None) -> BaseException:
         """Return the first rank's failure on every rank.

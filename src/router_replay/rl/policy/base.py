@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,24 @@ class Scored:
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor | None
     routes: Any
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shards:
+    """Hold one rank's view of the weights, by the names of the Hugging Face model's state dict.
+
+    `like` has a tensor without storage for each weight. `steps` has the optimizer's step of each weight with moments.
+    `gather(name, moment)` returns the whole float32 tensor on the first rank, and may return None on others: the
+    weight itself if `moment` is empty, otherwise that moment of the optimizer. All ranks must call it in one order,
+    and it is valid until the next pass.
+    """
+
+    like: Mapping[str, torch.Tensor]
+    steps: Mapping[str, torch.Tensor]
+    gather: Callable[[str, str], torch.Tensor | None]
 
 
 class BasePolicy(abc.ABC):
@@ -85,22 +103,16 @@ class BasePolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def whole_weights(self) -> dict[str, torch.Tensor]:
-        """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it.
-
-        The names are those of the Hugging Face model's state dict.
-        """
+    def shards(self) -> Shards:
+        """Return this rank's shards of the weights and of the optimizer's state. All ranks must call it."""
 
     @abc.abstractmethod
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer on the first rank's CPU. All ranks must call it.
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load this rank's share of the optimizer's state.
 
-        It is by the names of the Hugging Face weights, so that any policy can load it.
+        `state` has for each trained weight its "step" and its moments. A moment is a whole tensor, or an object whose
+        `[place]` reads that part of it.
         """
-
-    @abc.abstractmethod
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's share of `state`, the result of `optimizer_state`."""
 
     # -- one optimizer step ---------------------------------------------------------------------
 

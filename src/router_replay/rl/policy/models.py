@@ -1,4 +1,4 @@
-"""Load models and tokenizers from folders, shard models over the ranks, and collect their weights again.
+"""Load models and tokenizers from folders, and shard models over the ranks. Each rank reads its own shard.
 
 Master weights are float32. With more than one rank FSDP2 holds them: it shards them, and casts what a pass needs. One
 rank runs the plain model, in bfloat16 with copies of the weights (`master_weights.py`).
@@ -6,25 +6,28 @@ rank runs the plain model, in bfloat16 with copies of the weights (`master_weigh
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from router_replay.errors import ConfigError
+from router_replay.engines.pieces import pieces_of
+from router_replay.errors import ConfigError, EngineError
 from router_replay.forward.experts import use_gathering_experts
 from router_replay.forward.router_precision import compute_routers_in_float32, routers_of_their_own
 from router_replay.rl.config import ModelConfig, tiny_folder
 from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.rl.weights.files import WEIGHTS, CheckpointTensors, place_of_rank
 
-WEIGHTS = "model.safetensors"
-
-WHOLE_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+logger = logging.getLogger(__name__)
 
 
 class LoadError(ConfigError):
@@ -57,10 +60,103 @@ def load_tokenizer(folder: pathlib.Path) -> Any:
 
 
 def load_model(folder: pathlib.Path, config: ModelConfig, ranks: Ranks) -> Any:
-    """Load the model onto this rank's device, whole or as this rank's shard."""
+    """Load the model onto this rank's device, whole or as this rank's shard.
+
+    Of several ranks each reads its shard only. If the folder's tensors are not those that save_pretrained writes for
+    the model, such as those of an older layout, each rank reads the whole model for a moment.
+    """
+    opened = None if ranks.world == 1 else open_checkpoint(folder, config)
+    if opened is not None:
+        return _read_shard(*opened, config, ranks)
     model = read_model(folder, config)
     use_gathering_experts(model)
     return model.to(ranks.device) if ranks.world == 1 else shard(model, config, ranks)
+
+
+def open_checkpoint(folder: pathlib.Path, config: ModelConfig) -> tuple[Any, CheckpointTensors] | None:
+    """Return the model of `folder` without weights, and its tensors, of which any part can be read.
+
+    Return None, and log the reason, if only transformers can read the folder. Raise LoadError if it is damaged.
+    """
+    if config.use_kernels:
+        return None
+    try:
+        model = _without_weights(folder)
+        tensors = CheckpointTensors(folder, pieces_of(model), {name: t.shape for name, t in model.state_dict().items()})
+    except EngineError as error:
+        raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
+    if unlike := [*tensors.missing, *tensors.misshapen]:
+        logger.warning(
+            "%s: %s is not there as save_pretrained writes it, so every rank reads the whole model", folder, unlike[0]
+        )
+        return None
+    return model, tensors
+
+
+def _without_weights(folder: pathlib.Path) -> Any:
+    """Return the model that `read_model` would return, with parameters that have no storage; buffers are real."""
+    transformers_logging.disable_progress_bar()
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+    except Exception as error:  # transformers raises many types
+        raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
+    with contextlib.suppress(OSError):  # most folders have one, and save_pretrained writes it again
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let modules that are made in the block have parameters without storage.
+
+    Their buffers are computed as always: many are in no checkpoint, and only the constructor knows their values.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+@torch.no_grad()
+def _read_shard(model: Any, tensors: CheckpointTensors, config: ModelConfig, ranks: Ranks) -> Any:
+    """Shard `model`, which has no weights, and read this rank's shard of them from the checkpoint."""
+    use_gathering_experts(model)
+    buffers = [
+        (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+    ]
+    shard(model, config, ranks)
+    model.to_empty(device=ranks.device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to(ranks.device)
+    held = model.state_dict()
+    for name in tensors:
+        fill_share(held[name], tensors[name], ranks)
+    return model
+
+
+@torch.no_grad()
+def fill_share(target: torch.Tensor, whole: Any, ranks: Ranks) -> None:
+    """Copy this rank's share of `whole` into `target`, which is a shard of FSDP2 or a whole tensor.
+
+    `whole` is a tensor, or an object whose `[place]` reads that part of one.
+    """
+    if not hasattr(target, "to_local"):
+        target.copy_(whole[(slice(None),) * target.ndim])
+        return
+    local = target.to_local()
+    place = place_of_rank(target.shape, ranks.rank, ranks.world)
+    if local.numel():
+        local.copy_(whole[place])
 
 
 def read_model(folder: pathlib.Path, config: ModelConfig) -> Any:
@@ -117,7 +213,8 @@ def shard(model: Any, config: ModelConfig, ranks: Ranks) -> Any:
     """Shard the model with FSDP2 over all ranks, one unit per decoder layer; float32 routers are units of their own."""
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(ranks.device.type, (ranks.world,))
-    model.to(ranks.device)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(ranks.device)
     if config.router_dtype == "float32" and config.dtype != "float32":
         for router in routers_of_their_own(model):  # FSDP2 casts what they are given to this dtype
             fully_shard(router, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
@@ -125,8 +222,3 @@ def shard(model: Any, config: ModelConfig, ranks: Ranks) -> Any:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     return model
-
-
-def whole_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
-    return get_model_state_dict(model, options=WHOLE_ON_CPU)

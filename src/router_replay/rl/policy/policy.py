@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from router_replay.batch import NO_LABEL, LocalBatch
 from router_replay.batch.tensors import TensorRoutes
@@ -19,18 +18,12 @@ from router_replay.forward.packing import why_not_packed
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import BasePolicy, Scored, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
-from router_replay.rl.policy.models import (
-    WHOLE_ON_CPU,
-    compile_layers,
-    load_model,
-    model_folder,
-    weights_of,
-    whole_state,
-)
+from router_replay.rl.policy.models import compile_layers, fill_share, load_model, model_folder, weights_of
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.rl.weights.held import counted
 from router_replay.spec import RouterSpec
 
 
@@ -49,6 +42,7 @@ class Policy(BasePolicy):
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if config.trainer.compile:
             compile_layers(self.model)
+        self._parameters = dict(self.model.named_parameters())
         self.optimizer = self._adamw(self.model.parameters())
         self._counted = self.replayer.stats
         self._beside: list[Stats] = []  # passes without replay, which the replayer does not count
@@ -169,18 +163,28 @@ class Policy(BasePolicy):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def whole_weights(self) -> dict[str, torch.Tensor]:
-        """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
-        return whole_state(self.model)
+    def shards(self) -> Shards:
+        """Return this rank's shards; a gathered tensor is on the policy's device. All ranks must call it."""
+        held = self.model.state_dict()  # lets FSDP2 free what the last pass gathered
+        state = {name: self.optimizer.state.get(parameter) for name, parameter in self._parameters.items()}
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer on the first rank's CPU. All ranks must call it."""
-        return get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE_ON_CPU)
+        def gather(name: str, moment: str = "") -> torch.Tensor:
+            tensor = (state[name] or {})[moment] if moment else held[name]
+            return counted(tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor.detach()
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's share of `state`, the result of `optimizer_state`."""
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizer, dict(state), options=options)
+        like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
+        return Shards(like, {name: own["step"] for name, own in state.items() if own}, gather)
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load this rank's share of the optimizer's state: of each moment the rows of its shard."""
+        for name, parameter in self._parameters.items():
+            if name not in state:  # it never had a gradient
+                continue
+            held: dict[str, Any] = {moment: torch.empty_like(parameter) for moment in MOMENTS}
+            for moment, tensor in held.items():
+                fill_share(tensor, state[name][moment], self._ranks)
+            held["step"] = state[name]["step"].to(parameter.device, copy=True)
+            self.optimizer.state[parameter] = held
 
 
 class _Reference:

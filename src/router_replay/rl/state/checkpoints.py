@@ -4,11 +4,13 @@ A checkpoint is written beside its final place, synced to disk and then renamed,
 
     out/run/checkpoints/step_000010/
         model.safetensors, config.json, tokenizer...    the float32 policy in the Hugging Face layout
-        trainer.pt                                      optimizer state, random numbers
+        optimizer.safetensors                           the optimizer's moments: "exp_avg." and the weight's name, ...
+        trainer.pt                                      the optimizer's steps, random numbers
         run.json                                        the settings of the run so far (run_record.py)
         progress.json                                   steps done, policy version, next problem, optimizer steps
 
-Weights and optimizer state are stored whole, not as the shards of a rank, so any number of processes can resume.
+Weights and optimizer state are stored whole, not as the shards of a rank, so any number of processes can resume. The
+first rank writes each tensor when it has been gathered, and every rank reads its own shard, so no rank holds the whole.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from typing import Any
 
 import torch
 
+from router_replay.engines.lazy_tensors import LazyTensors
 from router_replay.errors import TrainError
-from router_replay.rl.policy.base import BasePolicy
+from router_replay.rl.policy.base import MOMENTS, BasePolicy
 from router_replay.rl.processes.ranks import Ranks
+from router_replay.rl.weights.files import TensorFile, open_parts, write_folder
+from router_replay.rl.weights.lending import Lent, lending
 
 FOLDER = "checkpoints"
-TRAINER, PROGRESS, RECORD = "trainer.pt", "progress.json", "run.json"
+TRAINER, MOMENTS_FILE, PROGRESS, RECORD = "trainer.pt", "optimizer.safetensors", "progress.json", "run.json"
 UNFINISHED = (".writing_", ".replaced_")  # what a kill during `save` leaves
 
 
@@ -75,34 +80,45 @@ def save(
     record: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint and remove the oldest ones beyond `keep`. All ranks call this; the first one writes."""
-    weights = policy.whole_weights()
-    optimizer = None
-    if policy.updates:  # for a fresh optimizer, torch would create the state with a counted step
-        optimizer = policy.optimizer_state()
     failure = None
-    if ranks.is_first:
-        trainer = {"optimizer": optimizer, "random": torch.get_rng_state()}
-        final = output / FOLDER / _name(progress.step)
-        side = final.with_name(f".writing_{final.name}")
-        needed = _bytes_of(weights) + _bytes_of(trainer)
-        try:
-            _make_room(final.parent, needed)
-            policy.model.save_pretrained(side, state_dict=weights)
-            tokenizer.save_pretrained(side)
-            torch.save(trainer, side / TRAINER)
-            if record is not None:
-                (side / RECORD).write_text(json.dumps(record, indent=2))
-            fields = {name: value for name, value in dataclasses.asdict(progress).items() if value is not None}
-            (side / PROGRESS).write_text(json.dumps(fields))
-            _to_disk(side)
-            _put_in_place(side, final)
-        except Exception as error:  # torch and safetensors report a full disk with different types
-            shutil.rmtree(side, ignore_errors=True)
-            failure = _not_written(final, needed, error)
-        else:
-            _prune(output, keep)
-    if ranks.any(failure is not None):  # every rank waits here until the checkpoint is written
+    with lending(policy, ranks) as lent:  # the other ranks wait here until the checkpoint is written
+        if lent is not None:
+            final = output / FOLDER / _name(progress.step)
+            side = final.with_name(f".writing_{final.name}")
+            needed = sum(map(_bytes_of, (lent.weights, *lent.moments.values())))
+            try:
+                _make_room(final.parent, needed)
+                _write(side, policy.model, lent, tokenizer)
+                if record is not None:
+                    (side / RECORD).write_text(json.dumps(record, indent=2))
+                fields = {name: value for name, value in dataclasses.asdict(progress).items() if value is not None}
+                (side / PROGRESS).write_text(json.dumps(fields))
+                _to_disk(side)
+                _put_in_place(side, final)
+            except Exception as error:  # torch, transformers and the system report a full disk with different types
+                shutil.rmtree(side, ignore_errors=True)
+                failure = _not_written(final, needed, error)
+            else:
+                _prune(output, keep)
+    if ranks.any(failure is not None):
         raise failure or CheckpointError(f"the first rank could not write the checkpoint of step {progress.step}")
+
+
+def _write(folder: pathlib.Path, model: Any, lent: Lent, tokenizer: Any) -> None:
+    """Write the weights, the tokenizer, the optimizer's state and the random numbers."""
+    write_folder(model, lent.weights, folder)
+    tokenizer.save_pretrained(folder)
+    steps = {name: step.cpu() for name, step in lent.steps.items()}
+    torch.save({"steps": steps, "random": torch.get_rng_state()}, folder / TRAINER)
+    moments = {_in_file(moment, name): like for moment in MOMENTS for name, like in lent.moments[moment].like.items()}
+    with TensorFile(folder / MOMENTS_FILE, moments) as file:
+        for moment in MOMENTS:
+            for name in lent.moments[moment]:
+                file.write(_in_file(moment, name), lent.moments[moment][name])
+
+
+def _in_file(moment: str, name: str) -> str:
+    return f"{moment}.{name}"
 
 
 def read_progress(folder: pathlib.Path) -> Progress:
@@ -136,19 +152,34 @@ def read_record(folder: pathlib.Path) -> dict[str, Any] | None:
 def restore(policy: BasePolicy, folder: pathlib.Path) -> None:
     """Load optimizer state and random numbers of a checkpoint into a policy that was loaded from the same folder.
 
-    Every rank reads the whole optimizer state and keeps its share. Raise TrainError if a file is damaged.
+    Every rank reads its share of the optimizer's state. The settings of the optimizer are those of the run. Raise
+    TrainError if a file is damaged.
     """
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in _groups(policy)]
     try:
-        saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)  # runs no code from the file
-        if saved["optimizer"] is not None:
-            policy.load_optimizer_state(saved["optimizer"])
-        torch.set_rng_state(saved["random"])
+        # Runs no code from the file, and reads its tensors when they are used.
+        saved = torch.load(folder / TRAINER, map_location="cpu", weights_only=True, mmap=True)
+        state = _moments(folder, saved["steps"]) if "steps" in saved else (saved["optimizer"] or {}).get("state", {})
+        random = saved["random"].clone()
     except Exception as error:  # a damaged file fails in torch, pickle or zipfile, each with its own error
-        raise damaged(folder, TRAINER, error) from error
-    for group, now in zip(_groups(policy), settings, strict=True):
-        group.update(now)  # the run's current settings; the file has those of the time it was written
+        raise (error if isinstance(error, TrainError) else damaged(folder, TRAINER, error)) from error
+    try:
+        policy.load_optimizer_state(state)
+    except Exception as error:
+        raise damaged(folder, MOMENTS_FILE if "steps" in saved else TRAINER, error) from error
+    torch.set_rng_state(random)
     policy.updates = read_progress(folder).updates
+
+
+def _moments(folder: pathlib.Path, steps: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Return the steps and the moments of each weight; the moments are read when they are used, part by part."""
+    try:
+        moments = open_parts(folder / MOMENTS_FILE)
+        return {
+            name: {"step": step, **{moment: moments[_in_file(moment, name)] for moment in MOMENTS}}
+            for name, step in steps.items()
+        }
+    except Exception as error:
+        raise damaged(folder, MOMENTS_FILE, error) from error
 
 
 def damaged(folder: pathlib.Path, file: str, error: Exception) -> TrainError:
@@ -165,15 +196,8 @@ def _name(step: int) -> str:
     return f"step_{step:06}"
 
 
-def _groups(policy: BasePolicy) -> list[dict[str, Any]]:
-    return policy.optimizer.param_groups
-
-
-def _bytes_of(tree: Any) -> int:
-    if isinstance(tree, torch.Tensor):
-        return tree.numel() * tree.itemsize
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return sum(map(_bytes_of, values))
+def _bytes_of(tensors: LazyTensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.like.values())
 
 
 def _make_room(parent: pathlib.Path, needed: int) -> None:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
+from router_replay.engines.lazy_tensors import like_of
+from router_replay.engines.pieces import Piece, in_checkpoint
+from router_replay.engines.vllm.weights import SharedWeights
 from router_replay.errors import EngineError
 
 
 class Segment:
-    """Hold the segment for the weights of `model`. The first write creates it.
+    """Hold the segment for the weights of a model that consists of `pieces`. The first write creates it.
 
     It is not created if shared memory has no room for it: many containers have 64 MB.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
         self._weights: SharedWeights | None = None
         self._fits = True
 
     def write(self, state: Mapping[str, torch.Tensor]) -> SharedWeights | None:
-        """Write these weights into the segment and return it, or None if they do not fit."""
+        """Write these weights into the segment, each when it is read, and return it, or None if they do not fit."""
         if not self._fits:
             return None
-        tensors = checkpoint_tensors(self._model, state)
-        if self._weights is not None:
-            self._weights.write(tensors)
-            return self._weights
-        try:
-            self._weights = share(tensors)
-        except EngineError:
-            self._fits = False
+        if self._weights is None:
+            like = like_of(state)
+            told = {
+                piece.name: torch.empty(piece.shape, dtype=like[piece.tensor].dtype, device="meta")
+                for piece in self._pieces
+            }
+            try:
+                self._weights = SharedWeights(told)
+            except EngineError:
+                self._fits = False
+                return None
+        self._weights.write_each(in_checkpoint(self._pieces, state))
         return self._weights
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 Routers stay in float32 on request.
 
 The embedded engine takes the tensors directly. vLLM in this process reads them from shared memory, and a server reads
-them from a Hugging Face folder.
+them from a Hugging Face folder. Each tensor is cast and written when it is read, so none of the ways needs a second
+copy of the model.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from typing import Any
 import torch
 
 from router_replay.engines.base import Engine, WeightSource
+from router_replay.engines.lazy_tensors import LazyTensors, like_of
+from router_replay.engines.pieces import pieces_of
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, roomy, sweep
 from router_replay.engines.types import InFlight
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
+from router_replay.rl.weights.files import write_folder
 from router_replay.rl.weights.fp8 import fp8_rounded
+from router_replay.rl.weights.held import counted
 from router_replay.rl.weights.shared import Segment
 
 
@@ -39,7 +44,8 @@ class WeightSync:
     ) -> None:
         self._config, self._model, self._routers = config, model, routers
         self._float32_routers = float32_routers
-        self._segment = Segment(model)
+        self._pieces = pieces_of(model)
+        self._segment = Segment(self._pieces)
         wanted = [pathlib.Path(config.weights)] if config.weights else []
         for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # all folders a run may use
             sweep(folder)
@@ -70,8 +76,8 @@ class WeightSync:
         """Write the weights as the engine needs them and return the folder; it stays until the next version exists."""
         folder = self._root / f"version_{version}"
         try:
-            self._model.save_pretrained(folder, state_dict=self.for_engine(state))
-        except Exception as error:  # safetensors reports a full disk with its own type
+            write_folder(self._model, self.for_engine(state), folder, self._pieces)
+        except Exception as error:  # transformers and the system report a full disk with their own types
             shutil.rmtree(folder, ignore_errors=True)
             reason = str(error).strip().partition("\n")[0]
             raise EngineError(
@@ -93,7 +99,8 @@ class WeightSync:
     def source(self, state: Mapping[str, torch.Tensor], version: int, *, as_folder: bool = False) -> WeightSource:
         """Return the weights of `state` in the form that the engine loads fastest.
 
-        `as_folder` is for an engine of the run in another process, which takes a folder whatever its kind.
+        The tensors of an embedded engine are read from `state` while it loads. `as_folder` is for an engine that loads
+        them later, or in another process: it takes a folder whatever its kind.
         """
         kind = "" if as_folder else self._config.kind
         if kind == "embedded":
@@ -108,16 +115,24 @@ class WeightSync:
             if old.name != f"version_{version}":
                 shutil.rmtree(old)
 
-    def for_engine(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights in the dtype of the engine, rounded to FP8 blocks if `engine.quantize` says so."""
-        dtype = getattr(torch, self._config.dtype)
-        rounded = self._config.quantize == "fp8"
-        return {
-            name: (fp8_rounded(tensor) if rounded and self._is_quantised(name, tensor) else tensor).to(
-                torch.float32 if self._float32_routers and self._is_router(name) else dtype
-            )
-            for name, tensor in state.items()
+    def for_engine(self, state: Mapping[str, torch.Tensor]) -> LazyTensors:
+        """Return the weights in the dtype of the engine, rounded to FP8 blocks if `engine.quantize` says so.
+
+        Each is cast when it is read.
+        """
+        rounds = self._config.quantize == "fp8"
+
+        def read(name: str) -> torch.Tensor:
+            tensor = state[name]
+            if rounds and self._is_quantised(name, tensor):
+                tensor = counted(fp8_rounded(tensor))
+            return counted(tensor.to(self._dtype_of(name)))
+
+        like = {
+            name: torch.empty(tensor.shape, dtype=self._dtype_of(name), device="meta")
+            for name, tensor in like_of(state).items()
         }
+        return LazyTensors(like, read)
 
     def close(self) -> None:
         """Remove the shared memory and the folder of the weights."""
@@ -131,6 +146,10 @@ class WeightSync:
         """
         kept = self._is_router(name) or "embed" in name or "lm_head" in name
         return tensor.ndim >= 2 and not kept
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        in_float32 = self._float32_routers and self._is_router(name)
+        return torch.float32 if in_float32 else getattr(torch, self._config.dtype)
 
     def _is_router(self, name: str) -> bool:
         return any(name.startswith(f"{router}.") for router in self._routers)

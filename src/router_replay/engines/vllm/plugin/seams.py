@@ -4,7 +4,8 @@ A seam says for which versions of vLLM it holds, and only those of the running v
 before it changes anything. If one seam of the part "core" does not fit, nothing is patched. The seams of "delivery" and
 "storage" are separate parts, because vLLM works without them: if one of them does not fit, rows are sent or stored as
 vLLM does it. So is "cache": without it, vLLM compiles at every start. The seams of "precision" are needed if float32
-routers are asked for. `report()["seams"]` of an engine contains the seams of its version.
+routers are asked for. Without those of "direct", vLLM's loader makes every weight update. `report()["seams"]` of an
+engine contains the seams of its version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
-Part = Literal["core", "delivery", "storage", "cache", "precision"]
+Part = Literal["core", "delivery", "storage", "cache", "precision", "direct"]
 Use = Literal["wrapped", "wrapped on the object", "called", "read"]
 FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
@@ -72,6 +73,7 @@ _AUX = "vllm.distributed.aux_output_connector"
 _CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
 _LOADS = "loads new weights in place"
 _CHECKS = "checks new weights without changing the running ones"
+_WRITES = "new weights are written directly into the tensors of layers with this method"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(_INPUTS, "process_inputs", "wrapped", "checks forced rows, and salts the prefix cache"),
@@ -293,6 +295,31 @@ SEAMS: tuple[Seam, ...] = (
         "precision",
     ),
     Seam(f"{_LINEAR}:UnquantizedLinearMethod", "", "read", "quantized routers are refused", (), "precision"),
+    Seam(f"{_LINEAR}:UnquantizedLinearMethod", "process_weights_after_loading", "read", _WRITES, (), "direct"),
+    Seam(
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        "process_weights_after_loading",
+        "read",
+        _WRITES,
+        (),
+        "direct",
+    ),
+    Seam(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "process_weights_after_loading",
+        "read",
+        _WRITES,
+        (),
+        "direct",
+    ),
+    Seam(
+        "vllm.model_executor.layers.attention:Attention",
+        "process_weights_after_loading",
+        "read",
+        "other attention, which computes from weights, is loaded by vLLM's loader",
+        (),
+        "direct",
+    ),
     Seam(
         "vllm.v1.outputs:LogprobsLists",
         "",

@@ -86,6 +86,7 @@ def report(worker: Any) -> dict[str, Any]:
         "rules": state.rules,
         "forced_rows": state.forcing.forced_rows if state.forcing is not None else 0,
         "weight_updates": state.updates,
+        "weights": state.weights.report(),
         "captures": captures(worker.vllm_config),
         "delivery": delivery.state(worker.vllm_config),
         "logprobs_mode": str(config.logprobs_mode),

@@ -23,7 +23,7 @@ from router_replay.errors import ConfigError
 from router_replay.rl.config import MegatronConfig, ModelConfig, TrainConfig
 from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.policy.megatron import weights
-from router_replay.rl.policy.models import WEIGHTS, LoadError, read_model
+from router_replay.rl.policy.models import WEIGHTS, LoadError, open_checkpoint, read_model
 from router_replay.rl.processes.ranks import Ranks
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -80,8 +80,8 @@ def start_groups(config: MegatronConfig, seed: int) -> None:
 def load_model(folder: pathlib.Path, config: TrainConfig, ranks: Ranks) -> Loaded:
     """Load this rank's part of the model in `folder` onto its device.
 
-    Every rank reads the whole model into its host memory for a moment. Raise ConfigError if the model cannot run on
-    Megatron as `config` divides it, and LoadError if the folder is damaged.
+    Every rank reads its own parts. Raise ConfigError if the model cannot run on Megatron as `config` divides it, and
+    LoadError if the folder is damaged.
     """
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -96,7 +96,9 @@ def load_model(folder: pathlib.Path, config: TrainConfig, ranks: Ranks) -> Loade
         outline = AutoModelForCausalLM.from_config(hf_config)
     chunk = build(hf_config, **settings_of(config))
     try:
-        weights.load(chunk, read_model(folder, config.model).state_dict())
+        opened = open_checkpoint(folder, config.model)
+        tensors: Any = opened[1] if opened is not None else read_model(folder, config.model).state_dict()
+        weights.load(chunk, tensors)
     except weights.WeightsError as error:
         raise LoadError(f"{folder}: {error}", WEIGHTS) from error
     chunk.to(ranks.device)

@@ -21,7 +21,7 @@ from router_replay.batch.tensors import TensorRoutes
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import BasePolicy, Scored, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
 from router_replay.rl.policy.megatron import gradients, weights
@@ -31,7 +31,6 @@ from router_replay.rl.policy.models import model_folder
 from router_replay.rl.processes.ranks import Ranks
 from router_replay.spec import RouterSpec
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SUMS = [field.name for field in dataclasses.fields(LossSums)]
 
 
@@ -193,30 +192,24 @@ class MegatronPolicy(BasePolicy):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Return all float32 master weights on the first rank's CPU, and nothing elsewhere. All ranks must call it."""
-        return self._collector.collect(dict(self._chunk.named_parameters()))
+    def shards(self) -> Shards:
+        """Return this rank's parts; a gathered tensor is on the first rank's CPU. All ranks must call it."""
+        named, state = dict(self._chunk.named_parameters()), self.optimizer.state
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer on the first rank's CPU. All ranks must call it."""
-        named, held = dict(self._chunk.named_parameters()), self.optimizer.state
-        moments = {
-            moment: self._collector.collect({name: held[parameter][moment] for name, parameter in named.items()})
-            for moment in MOMENTS
-        }
-        [group], step = self.optimizer.param_groups, next(iter(held.values()))["step"].cpu()
-        names = list(moments[MOMENTS[0]])
-        return {
-            "state": {name: {"step": step, **{moment: moments[moment][name] for moment in MOMENTS}} for name in names},
-            "param_groups": [{**group, "params": names}],
-        }
+        def gather(name: str, moment: str = "") -> Tensor | None:
+            values = {one: state[held][moment] for one, held in named.items()} if moment else named
+            return self._collector.collect(name, values)
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's share of `state`, the result of `optimizer_state`."""
-        for name, parameter in self._chunk.named_parameters():
+        like = {name: torch.empty(shape, device="meta") for name, shape in self._loaded.shapes.items()}
+        steps = {name: next(iter(state.values()))["step"] for name in like} if state else {}
+        return Shards(like, steps, gather)
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load this rank's share of the optimizer's state."""
+        for name, parameter in self._chunk.named_parameters() if state else ():
             parts = weights.parts_of(self._chunk, name)
             held: dict[str, Tensor] = {moment: torch.empty_like(parameter) for moment in MOMENTS}
             for moment, tensor in held.items():
-                weights.fill(tensor, parts, {part.name: state["state"][part.name][moment] for part in parts})
-            held["step"] = state["state"][parts[0].name]["step"].to(parameter.device, copy=True)
+                weights.fill(tensor, parts, {part.name: state[part.name][moment] for part in parts})
+            held["step"] = state[parts[0].name]["step"].to(parameter.device, copy=True)
             self.optimizer.state[parameter] = held

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from router_replay.errors import TrainError
+from router_replay.rl.weights.held import counted
 
 
 class WeightsError(TrainError):
@@ -150,13 +151,13 @@ def _of_expert(shape: torch.Size, group: Any, prefix: str, expert: int, matrix: 
 
 
 @torch.no_grad()
-def load(chunk: Any, tensors: Mapping[str, Tensor]) -> None:
+def load(chunk: Any, tensors: Mapping[str, Any]) -> None:
     """Copy this rank's part of the Hugging Face `tensors` into the parameters of `chunk`."""
     for name, parameter in chunk.named_parameters():
         fill(parameter, parts_of(chunk, name), tensors)
 
 
-def fill(target: Tensor, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> None:
+def fill(target: Tensor, parts: Sequence[Part], tensors: Mapping[str, Any]) -> None:
     """Copy the rectangles of the Hugging Face `tensors` that `parts` name into `target`.
 
     Raise WeightsError if a tensor is missing or has another shape.
@@ -176,44 +177,54 @@ def fill(target: Tensor, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -
 
 
 class Collector:
-    """Collects whole Hugging Face tensors on the first rank. All ranks of the run must make and call it together.
+    """Collects whole Hugging Face tensors on the first rank, one at a time. All ranks must make and call it together.
 
     `chunk` is this rank's part of the model, `shapes` are those of the Hugging Face tensors, and `rank` is this process
-    out of `world`. Ranks that hold the same parameters send them once.
+    out of `world`. Ranks that hold the same parameters send them once. Raises WeightsError if no rank holds a tensor.
     """
 
     def __init__(self, chunk: Any, shapes: Mapping[str, torch.Size], rank: int, world: int) -> None:
         mine = {name: parts_of(chunk, name) for name, _ in chunk.named_parameters()}
-        self._held: list[Any] = [mine]  # the parameters of every rank, and the parts of each
+        everyone: list[Any] = [mine]  # the parameters of every rank, and the parts of each
         if world > 1:
-            self._held = [None] * world
-            dist.all_gather_object(self._held, mine)
-        self._senders = _one_sender_each(self._held)
+            everyone = [None] * world
+            dist.all_gather_object(everyone, mine)
+        # For each Hugging Face tensor, by rank: the parameter and the part of it that the rank sends.
+        self._sent: dict[str, list[list[tuple[str, Part]]]] = {name: [[] for _ in range(world)] for name in shapes}
+        for sender, names in enumerate(_one_sender_each(everyone)):
+            for name in names:
+                for part in everyone[sender][name]:
+                    self._sent[part.name][sender].append((name, part))
+        if absent := sorted(name for name, senders in self._sent.items() if not any(senders)):
+            raise WeightsError(f"no rank holds {len(absent)} of the Hugging Face weights, such as {absent[0]}")
         self._shapes, self._rank = dict(shapes), rank
 
     @torch.no_grad()
-    def collect(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on the first rank's CPU, and nothing elsewhere.
+    def collect(self, name: str, values: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the whole Hugging Face tensor `name` on the first rank's CPU, and None elsewhere.
 
         `values` has a float32 tensor for every parameter of the chunk, by its name: the parameter itself, or a moment
         of the optimizer.
         """
         if self._rank:
-            for name in self._senders[self._rank]:
-                dist.send(values[name].cpu().contiguous(), dst=0)
-            return {}
-        found: dict[str, Tensor] = {}
-        for other, names in enumerate(self._senders):
-            for name in names:
-                parts = self._held[other][name]
-                tensor = values[name].cpu() if other == 0 else _received(parts, self._shapes, other)
-                for part in parts:
-                    if part.name not in found:
-                        found[part.name] = torch.empty(self._shapes[part.name])
-                    found[part.name][part.whole].copy_(tensor[part.here])
-        if absent := sorted(set(self._shapes) - set(found)):
-            raise WeightsError(f"no rank holds {len(absent)} of the Hugging Face weights, such as {absent[0]}")
-        return {name: found[name] for name in self._shapes}
+            if mine := self._sent[name][self._rank]:
+                flat = torch.cat([values[own][part.here].reshape(-1) for own, part in mine])
+                dist.send(counted(flat.cpu()), dst=0)
+            return None
+        found = counted(torch.empty(self._shapes[name]))
+        for other, parts in enumerate(self._sent[name]):
+            places = [found[part.whole] for _, part in parts]
+            if other == 0:
+                given = [values[own][part.here] for own, part in parts]
+            elif parts:
+                flat = counted(torch.empty(sum(place.numel() for place in places)))
+                dist.recv(flat, src=other)
+                given = list(flat.split([place.numel() for place in places]))
+            else:
+                continue
+            for place, tensor in zip(places, given, strict=True):
+                place.copy_(tensor.view(place.shape))
+        return found
 
 
 def _one_sender_each(everyone: Sequence[Mapping[str, list[Part]]]) -> list[list[str]]:
@@ -225,16 +236,3 @@ def _one_sender_each(everyone: Sequence[Mapping[str, list[Part]]]) -> list[list[
         seen |= {repr(held[name]) for name in own}
         senders.append(own)
     return senders
-
-
-def _received(parts: Sequence[Part], shapes: Mapping[str, torch.Size], sender: int) -> Tensor:
-    """Receive a parameter with these parts from another rank."""
-    tensor = torch.empty(_shape(parts, shapes))
-    dist.recv(tensor, src=sender)
-    return tensor
-
-
-def _shape(parts: Sequence[Part], shapes: Mapping[str, torch.Size]) -> list[int]:
-    """Return the shape of the parameter that `parts` make up: they are stacked by rows."""
-    rectangles = [torch.empty(shapes[part.name], device="meta")[part.whole].shape for part in parts]
-    return [sum(rows for rows, *_ in rectangles), *rectangles[0][1:]]

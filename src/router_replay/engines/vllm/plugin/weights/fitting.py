@@ -84,7 +84,7 @@ def taken_of(model: Any, weights: Weights) -> dict[str, int]:
             yield current, tensor
 
     try:
-        with torch.no_grad(), _stand_ins(model, taken):
+        with torch.no_grad(), stand_ins(model, taken):
             model.load_weights(noting())
     except Exception as error:
         shape = list(weights.index[current][1]) if current else []
@@ -96,26 +96,29 @@ def taken_of(model: Any, weights: Weights) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _stand_ins(model: Any, taken: collections.Counter[str]) -> Iterator[None]:
+def stand_ins(model: Any, taken: collections.Counter[str]) -> Iterator[dict[str, torch.Tensor]]:
     """Replace the model's tensors with storage-free stand-ins whose loaders count elements; restore them at the end.
 
-    Nothing runs the model meanwhile, because a worker does one thing at a time.
+    Nothing runs the model meanwhile, because a worker does one thing at a time. Returns the stand-ins by name.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
     kept = [
         (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))
         for layer in model.modules()
     ]
     loaders: list[tuple[torch.Tensor, Callable[..., Any] | None]] = []
+    found: dict[str, torch.Tensor] = {}
     try:
         for path, layer in model.named_modules():
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
                 loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                tensor.weight_loader = _counting(tensor, f"{path}.{name}", taken)
-        yield
+                # Some tensors, such as the selection bias of a router, are never moved to meta and are live here.
+                stand_in = found[f"{path}.{name}"] = tensor if tensor.is_meta else to_meta_tensor(tensor)
+                tensor.weight_loader = _counting(tensor, stand_in, f"{path}.{name}", taken)
+        yield found
     finally:
         for tensor, loader in reversed(loaders):
             if loader is None:
@@ -130,14 +133,14 @@ def _stand_ins(model: Any, taken: collections.Counter[str]) -> Iterator[None]:
             layer._non_persistent_buffers_set = passing
 
 
-def _counting(tensor: torch.Tensor, name: str, taken: collections.Counter[str]) -> Callable[..., Any]:
+def _counting(
+    tensor: torch.Tensor, stand_in: torch.Tensor, name: str, taken: collections.Counter[str]
+) -> Callable[..., Any]:
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-    from vllm.model_executor.model_loader.reload.meta import get_numel_loaded, to_meta_tensor
+    from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 
     loader = _get_original_loader(tensor)  # an earlier reload leaves its wrapper, which would load nothing
     signature = inspect.signature(loader)
-    # Some tensors, such as the selection bias of a router, are never moved to meta: these are the live ones.
-    stand_in = tensor if tensor.is_meta else to_meta_tensor(tensor)
 
     def count(*arguments: Any, **more: Any) -> Any:
         bound = signature.bind(*arguments, **more)

@@ -1,0 +1,51 @@
+"""Shares a trainer's weights with a vLLM worker on the same GPU by CUDA IPC: nothing passes through the host.
+
+weights = CudaWeights(tensors)                  # allocates memory of the GPU for all versions
+weights.write_each(tensors.items())
+engine.update_weights(weights, version=12)      # VllmEngine with the plugin, on the same GPU
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from router_replay.engines.vllm.plugin.weights.sources import DTYPES, gpu_name
+from router_replay.engines.vllm.weights import index_of
+from router_replay.errors import EngineError
+
+
+class CudaWeights:
+    """Allocates memory on GPU number `gpu` for tensors with the names, shapes and dtypes of `like`.
+
+    It stays as long as this object, which must outlive the engine's use of it.
+    """
+
+    def __init__(self, like: Mapping[str, torch.Tensor], gpu: int) -> None:
+        self._tensors, length = index_of(like)
+        self._memory = torch.empty(length, dtype=torch.uint8, device=torch.device("cuda", gpu))
+        _, *parts = self._memory.untyped_storage()._share_cuda_()
+        described = ["b" + base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in parts]
+        self._told = {"gpu": gpu_name(gpu), "memory": described, "tensors": self._tensors}
+
+    def write_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors as they come, under names that this memory has. No engine may read meanwhile."""
+        for name, tensor in tensors:
+            told = self._tensors[name]
+            if list(tensor.shape) != told["shape"]:
+                raise EngineError(f"{name} has shape {list(tensor.shape)}, expected {told['shape']}")
+            dtype, begin = DTYPES[told["dtype"]], told["offset"]
+            place = self._memory[begin : begin + tensor.numel() * dtype.itemsize].view(dtype)
+            place.view(tensor.shape).copy_(tensor.detach())
+        torch.cuda.synchronize(self._memory.device)  # the engine reads in another process
+
+    def info(self) -> dict[str, Any]:
+        """Return how vLLM finds the tensors, ready for JSON."""
+        return {"cuda": self._told}
+
+    def close(self) -> None:
+        """Give the memory back. Calling it twice does no harm."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
