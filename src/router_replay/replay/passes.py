@@ -39,26 +39,35 @@ class Watch(Wrapper):
         state = self.state
         if state.is_recompute():
             return self.original(*args, **kwargs)
-        recordings = state.recordings
+        recordings, follows = state.recordings, state.follows
         lengths = [[len(column) for column in recording.pieces] for recording in recordings]
         rows = self._before(args, kwargs) if state.blocks else None
         outer, state.passing = state.passing, True
         try:
             out = self.original(*args, **kwargs)
-            if state.blocks:
+            if state.plan is not None or recordings:
                 self._after(rows)
+            if follows is not None:
+                follows.passed()
         except BaseException:
             for recording, before in zip(recordings, lengths, strict=True):
                 recording.drop_after(before)
             raise
         finally:
             state.passing = outer
+            if follows is not None:
+                state.plan = None
         return out
 
     def _before(self, args: Any, kwargs: Any) -> int | None:
         """Return the number of tokens of the pass, None if unknown; raise ReplayError if the routes do not fit it."""
         state = self.state
         if torch.compiler.is_compiling():
+            if state.follows is not None:
+                raise ReplayError(
+                    "follow() reads the tokens of each pass on the host, which a compiled decoder cannot: compile its "
+                    "layers instead (layer.compile() for each), or use replay(batch)"
+                )
             if not state.opened_here():
                 raise ReplayError(
                     "another thread has a replay or record block open on this model: close that block first, or give "
@@ -69,6 +78,8 @@ class Watch(Wrapper):
         for site in self.sites:
             site.used = False
             site.chosen_TK = None
+        if state.follows is not None:
+            state.plan = state.follows.plan_for(self.module, args, kwargs)
         tokens = _tokens(args, kwargs)
         rows = None if tokens is None else math.prod(tokens.shape[:2])
         if state.plan is not None:
