@@ -26,11 +26,11 @@ class Laid:
 
 
 def samples_of(lengths: Sequence[int], spec: RouterSpec, seed: int = 0) -> list[Sample]:
-    """Random samples that begin with the same two tokens. The last row of each is missing, as from an engine."""
+    """Random samples of three tokens or more, of which the first two are those of all; the last row is missing."""
     rng = np.random.default_rng(seed)
     found = []
     for number, length in enumerate(lengths):
-        tokens = np.concatenate([[3, 4], rng.integers(1, tiny.VOCAB, length)])[:length]
+        tokens = np.concatenate([[3, 4, 10 + number], rng.integers(1, tiny.VOCAB, length - 3)])
         captured = np.arange(length) < length - 1
         routes = Routes(random_routes(length, spec, seed + number).ids, spec, captured)
         found.append(Sample(tokens, np.zeros(length, np.float32), np.ones(length, bool), routes))

@@ -34,6 +34,10 @@ from router_replay.replay.stats import Counters
 from router_replay.routes import Routes
 from router_replay.store import RouteStore
 
+READS_TOKENS = (
+    "follow() reads the tokens of each pass on the host, so the decoder cannot be one compiled graph: compile without "
+    "fullgraph=True, or compile its layers (layer.compile() for each), or use replay(batch)"
+)
 OnMissing = Literal["raise", "live"]
 
 
@@ -158,6 +162,7 @@ class Following:
 
     # -- one pass ---------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason=READS_TOKENS)
     def plan_for(self, stack: nn.Module, args: Any, kwargs: dict[str, Any]) -> Plan | None:
         """Return the plan of a pass of the decoder `stack` with these `args` and `kwargs`; None for a live pass.
 
@@ -175,6 +180,7 @@ class Following:
         self._last = (plan, found)
         return plan
 
+    @torch.compiler.disable(reason=READS_TOKENS)
     def passed(self) -> None:
         """Count the pass of the last plan."""
         plan, found = self._last

@@ -63,11 +63,6 @@ class Watch(Wrapper):
         """Return the number of tokens of the pass, None if unknown; raise ReplayError if the routes do not fit it."""
         state = self.state
         if torch.compiler.is_compiling():
-            if state.follows is not None:
-                raise ReplayError(
-                    "follow() reads the tokens of each pass on the host, which a compiled decoder cannot: compile its "
-                    "layers instead (layer.compile() for each), or use replay(batch)"
-                )
             if not state.opened_here():
                 raise ReplayError(
                     "another thread has a replay or record block open on this model: close that block first, or give "
