@@ -207,7 +207,7 @@ def test_finding_is_what_a_search_through_all_sequences_finds(stored: list[list[
     assert (None if match is None else match.tokens) == min(fitting, default=None)
     begins = [len(one) for one in stored if asked[: len(one)] == one]
     assert (None if beginning is None else beginning.tokens) == max(begins, default=None)
-    shared = max(next((i for i, (a, b) in enumerate(zip(one, asked)) if a != b), min(len(one), len(asked))) for one in stored)  # noqa: B905  # fmt: skip
+    shared = max(sum(one[: end + 1] == asked[: end + 1] for end in range(min(len(one), len(asked)))) for one in stored)
     assert nearest is not None
     assert nearest.shared == shared
 

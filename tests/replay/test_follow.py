@@ -128,9 +128,7 @@ MODEL = make_model()
 # -- cut sequences -----------------------------------------------------------------------------------
 
 
-def test_a_sequence_without_its_last_tokens_uses_the_rows_that_it_has(
-    model: tiny.Tiny, replayer: RouterReplay
-) -> None:
+def test_a_sequence_without_its_last_tokens_uses_the_rows_that_it_has(model: tiny.Tiny, replayer: RouterReplay) -> None:
     (sample,) = samples_of([9], replayer.spec)
     store = store_of([sample], replayer.spec)
     for length in (8, 5, 1):

@@ -20,18 +20,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.families import by_class
 from router_replay.replay import checkpoint
 from router_replay.replay.adapters import Adapters
 from router_replay.replay.departure import departure
+from router_replay.replay.found_rows import FoundRows, count, part_of, refuse_missing
 from router_replay.replay.layout import Layout, layout_of
 from router_replay.replay.state import Plan, State
 from router_replay.replay.stats import Counters
-from router_replay.routes import Routes
 from router_replay.store import RouteStore
 
 READS_TOKENS = (
@@ -43,7 +42,10 @@ OnMissing = Literal["raise", "live"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Holds what a `follow` block was asked for; RouterReplay.follow describes each."""
+    """Holds the arguments of RouterReplay.follow, which describes them.
+
+    These are `on_missing`, `evaluation`, `reference`, `pad_token_id` and `agreement`.
+    """
 
     on_missing: OnMissing
     evaluation: bool
@@ -54,28 +56,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_missing not in ("raise", "live"):
             raise ReplayError(f'on_missing must be "raise" or "live", got {self.on_missing!r}')
-
-
-@dataclasses.dataclass(eq=False)
-class Found:
-    """Holds the rows that were found for one pass, laid out as its tokens, and what is counted of it."""
-
-    ids_TLK: Tensor
-    captured_T: np.ndarray
-    replayed: int = 0
-    live: int = 0
-    ambiguous: int = 0
-    unmatched: int = 0
-
-    def put(self, slots: slice | np.ndarray, routes: Routes, predicting: int) -> None:
-        """Lay out the rows of one sequence, of which the first `predicting` predict a token."""
-        rows = min(len(routes), _count(slots))
-        place = _first_of(slots, rows)
-        self.ids_TLK.numpy()[place] = routes.ids[:rows]
-        known = None if routes.all_captured else routes[:rows].captured
-        self.captured_T[place] = True if known is None else known
-        self.replayed += rows if known is None else int(known.sum())
-        self.live += predicting - (min(rows, predicting) if known is None else int(known[:predicting].sum()))
 
 
 class Following:
@@ -105,7 +85,7 @@ class Following:
         self._started = False
         self._keys: Sequence[Hashable] | None = None
         self._adapters: Adapters | None = None
-        self._last: tuple[Plan | None, Found | None] = (None, None)
+        self._last: tuple[Plan | None, FoundRows | None] = (None, None)
         self._passes = {"followed": 0, "live": 0}
         self._totals = {"replayed": 0, "live": 0, "ambiguous": 0, "unmatched": 0}
 
@@ -176,7 +156,7 @@ class Following:
         found = self._find(layout)
         plan = None
         if found.captured_T.any():
-            plan = self._plan(found, layout.device)
+            plan = found.plan(self.store.spec, layout.device, agreement=self._settings.agreement)
         self._last = (plan, found)
         return plan
 
@@ -213,20 +193,18 @@ class Following:
             )
         return False
 
-    def _find(self, layout: Layout) -> Found:
+    def _find(self, layout: Layout) -> FoundRows:
         """Return the rows of all sequences of a pass."""
-        sequences = [one for one in map(self._without_padding(layout), layout.sequences) if _count(one)]
+        sequences = [one for one in map(self._without_padding(layout), layout.sequences) if count(one)]
         keys = self._keys_of(sequences)
-        spec = self.store.spec
-        pinned = layout.device.type == "cuda"
-        dtype = getattr(torch, spec.dtype.name)
-        ids_TLK = torch.zeros((len(layout), *spec.row_shape), dtype=dtype, pin_memory=pinned)
-        found = Found(ids_TLK, np.zeros(len(layout), bool))
+        found = FoundRows.empty(len(layout), self.store.spec, layout.device)
         for number, (slots, key) in enumerate(zip(sequences, keys, strict=True)):
             self._find_one(found, layout, number, slots, key)
         return found
 
-    def _find_one(self, found: Found, layout: Layout, number: int, slots: slice | np.ndarray, key: Hashable) -> None:
+    def _find_one(
+        self, found: FoundRows, layout: Layout, number: int, slots: slice | np.ndarray, key: Hashable
+    ) -> None:
         tokens = layout.tokens_T[slots]
         match = self.store.find(tokens, key=key)
         strict = self._settings.on_missing == "raise"
@@ -242,7 +220,7 @@ class Following:
         else:
             predicting = min(len(tokens), match.tokens - 1)  # the last token of the stored sequence predicts nothing
             if strict and not match.routes.all_captured:
-                _refuse_missing(match.routes, match.bears_loss, predicting, number)
+                refuse_missing(match.routes, match.bears_loss, predicting, number)
         found.ambiguous += match.ambiguous
         found.put(slots, match.routes, predicting)
 
@@ -254,7 +232,7 @@ class Following:
 
         def cut(slots: slice | np.ndarray) -> slice | np.ndarray:
             real = np.flatnonzero(layout.tokens_T[slots] != pad)
-            return _first_of(slots, int(real[-1]) + 1 if len(real) else 0)
+            return part_of(slots, 0, int(real[-1]) + 1 if len(real) else 0)
 
         return cut
 
@@ -266,39 +244,3 @@ class Following:
                 f"keys must have one entry per sequence of the pass: expected {len(sequences)}, got {len(self._keys)}"
             )
         return self._keys
-
-    def _plan(self, found: Found, device: torch.device) -> Plan:
-        captured = torch.from_numpy(found.captured_T)
-        if device.type == "cuda":
-            captured = captured.pin_memory()
-        rows = TensorRoutes(
-            found.ids_TLK.to(device, non_blocking=True),
-            captured.to(device, non_blocking=True),
-            self.store.spec,
-            bool(found.captured_T.all()),
-            True,
-        )
-        counts = (found.replayed, found.live)
-        return Plan.of(rows, rows, counts, agreement=self._settings.agreement, start=0)
-
-
-def _refuse_missing(routes: Routes, bears_loss: np.ndarray | None, predicting: int, number: int) -> None:
-    """Raise ReplayError if one of the first `predicting` rows is missing and bears loss."""
-    known = np.zeros(predicting, bool)
-    rows = min(predicting, len(routes))
-    known[:rows] = routes.captured[:rows]
-    missing = np.flatnonzero(~known if bears_loss is None else ~known & bears_loss[:predicting])
-    if len(missing):
-        raise ReplayError(
-            f"sequence {number} of this pass is in the store, but {len(missing)} of its rows that bear loss are "
-            f"missing, the first is row {missing[0]}: find out why the engine left them out, add the sequence with its "
-            'loss_mask if they bear none, or pass on_missing="live" to route them live'
-        )
-
-
-def _count(slots: slice | np.ndarray) -> int:
-    return slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-
-
-def _first_of(slots: slice | np.ndarray, count: int) -> slice | np.ndarray:
-    return slice(slots.start, slots.start + count) if isinstance(slots, slice) else slots[:count]

@@ -101,8 +101,9 @@ def sequences_of(
         piece_N = np.searchsorted(borders, slots_N, side="right")
         begins_N[1:] |= piece_N[1:] != piece_N[:-1]
     elif positions_BS is not None:
-        step = np.diff(positions_BS.reshape(-1)[slots_N])
-        begins_N[1:] |= (step != 1) & (step != np.diff(slots_N))
+        position_N = positions_BS.reshape(-1)[slots_N]
+        step = position_N[1:] - position_N[:-1]
+        begins_N[1:] |= (step != 1) & (step != slots_N[1:] - slots_N[:-1])
     first = np.flatnonzero(begins_N)
     ends = np.append(first[1:], len(slots_N))
     found: list[slice | np.ndarray] = []

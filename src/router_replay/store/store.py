@@ -90,7 +90,7 @@ class Match:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Nearest:
-    """Describes the stored sequence that shares the most first tokens with another: its `tokens`, and how many."""
+    """Describes the stored sequence nearest to another: its `tokens`, and how many first ones are `shared`."""
 
     tokens: np.ndarray
     shared: int
