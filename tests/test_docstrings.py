@@ -21,7 +21,7 @@ PUBLIC = (
 SHOWN = (
     *("router_replay.engines.prefill_decode", "router_replay.engines.vllm.weights", "router_replay.errors"),
     *("router_replay.replay.megatron.recorded", "router_replay.batch.megatron"),
-    *("router_replay.replay.follow", "router_replay.store.store"),
+    *("router_replay.replay.follow", "router_replay.store.types"),
     *("router_replay.replay.replayer", "router_replay.replay.stats", "router_replay.rl.environments.base"),
     *("router_replay.rl.policy.losses",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 from router_replay import RouteStore, logprobs, pack
 from router_replay.errors import ReplayError
@@ -96,6 +98,37 @@ def test_our_own_packed_log_probs_find_their_rows(attention: str, model: tiny.Ti
     with replayer.follow(store_of(samples, replayer.spec), pad_token_id=0):
         assert torch.equal(logprobs(model.model, batch), expected)
     assert replayer.stats.since(counted) == counted
+
+
+def test_the_last_token_may_be_the_one_that_pads_others(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    short, long = samples_of((5, 6), replayer.spec)
+    long = dataclasses.replace(long, token_ids=np.append(short.token_ids, 9))
+    third = dataclasses.replace(samples_of([7], replayer.spec, 40)[0], token_ids=np.append(long.token_ids, 9))
+    store = store_of([short, long], replayer.spec)
+    for tokens, sample in ((short.token_ids, short), (long.token_ids, long), (third.token_ids, long)):
+        with replayer.follow(store, pad_token_id=9), replayer.record() as recorded:
+            model.model(input_ids=torch.from_numpy(tokens)[None])
+        rows = len(sample) - 1
+        assert sample.routes is not None
+        assert np.array_equal(recorded.routes.ids[:rows], sample.routes.ids[:rows])
+
+
+def test_a_model_that_embeds_its_tokens_itself_is_followed_by_them() -> None:
+    """InternVL calls its decoder, here gpt-oss, with embeddings alone."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tiny.make("gpt_oss").model.config
+    config = InternVLConfig(vision_config={**vision, "image_size": 28}, text_config=text, image_token_id=1)
+    torch.manual_seed(0)
+    model = InternVLForConditionalGeneration._from_config(config, attn_implementation="eager").train()
+    replayer = RouterReplay(model)
+    samples = samples_of(LENGTHS, replayer.spec)
+    for layout in (padded_left, padded_right):
+        laid = layout(samples)
+        with replayer.replay(rows_of(laid, samples)):
+            expected = logits_of(model, laid)
+        with replayer.follow(store_of(samples, replayer.spec)) as following:
+            assert torch.equal(logits_of(model, laid), expected)
+        assert following.metrics()["routes/replayed"] == sum(LENGTHS) - len(LENGTHS)
 
 
 @settings(max_examples=25)

@@ -26,8 +26,9 @@ from router_replay.errors import ReplayError
 from router_replay.families import by_class
 from router_replay.replay import checkpoint
 from router_replay.replay.adapters import Adapters
+from router_replay.replay.callers import with_tokens
 from router_replay.replay.departure import departure
-from router_replay.replay.found_rows import FoundRows, count, part_of, refuse_missing
+from router_replay.replay.found_rows import FoundRows, Slots, part_of, refuse_missing
 from router_replay.replay.layout import Layout, layout_of
 from router_replay.replay.state import Plan, State
 from router_replay.replay.stats import Counters
@@ -152,11 +153,9 @@ class Following:
         self._last = (None, None)
         if self._is_live(stack, inputs):
             return None
-        layout = layout_of(inputs)
+        layout = layout_of(with_tokens(stack, inputs))
         found = self._find(layout)
-        plan = None
-        if found.captured_T.any():
-            plan = found.plan(self.store.spec, layout.device, agreement=self._settings.agreement)
+        plan = found.plan(self.store.spec, layout.device, agreement=self._settings.agreement)
         self._last = (plan, found)
         return plan
 
@@ -195,18 +194,20 @@ class Following:
 
     def _find(self, layout: Layout) -> FoundRows:
         """Return the rows of all sequences of a pass."""
-        sequences = [one for one in map(self._without_padding(layout), layout.sequences) if count(one)]
+        sequences = [slots for slots in layout.sequences if not self._is_padding(layout, slots)]
         keys = self._keys_of(sequences)
         found = FoundRows.empty(len(layout), self.store.spec, layout.device)
         for number, (slots, key) in enumerate(zip(sequences, keys, strict=True)):
             self._find_one(found, layout, number, slots, key)
         return found
 
-    def _find_one(
-        self, found: FoundRows, layout: Layout, number: int, slots: slice | np.ndarray, key: Hashable
-    ) -> None:
+    def _find_one(self, found: FoundRows, layout: Layout, number: int, slots: Slots, key: Hashable) -> None:
         tokens = layout.tokens_T[slots]
         match = self.store.find(tokens, key=key)
+        if match is None and not layout.masked and self._settings.pad_token_id is not None:
+            slots = self._without_padding(layout, slots, key)
+            tokens = layout.tokens_T[slots]
+            match = self.store.find(tokens, key=key)
         strict = self._settings.on_missing == "raise"
         if match is None:
             if strict and len(tokens) > 1:
@@ -224,17 +225,20 @@ class Following:
         found.ambiguous += match.ambiguous
         found.put(slots, match.routes, predicting)
 
-    def _without_padding(self, layout: Layout) -> Any:
-        """Return the function that cuts padding from the end of a sequence, where the pass has no mask of it."""
+    def _without_padding(self, layout: Layout, slots: Slots, key: Hashable) -> Slots:
+        """Return the slots of a sequence without the padding at its end, of which the pass has no mask.
+
+        A sequence often ends with the token that pads others, so that the longest stored one is preferred.
+        """
+        tokens, pad = layout.tokens_T[slots], self._settings.pad_token_id
+        whole = self.store.find_beginning(tokens, key=key)
+        if whole is not None and (tokens[whole.tokens :] == pad).all():
+            return part_of(slots, 0, whole.tokens)
+        return part_of(slots, 0, int(np.flatnonzero(tokens != pad)[-1]) + 1)
+
+    def _is_padding(self, layout: Layout, slots: Slots) -> bool:
         pad = self._settings.pad_token_id
-        if pad is None or layout.masked:
-            return lambda slots: slots
-
-        def cut(slots: slice | np.ndarray) -> slice | np.ndarray:
-            real = np.flatnonzero(layout.tokens_T[slots] != pad)
-            return part_of(slots, 0, int(real[-1]) + 1 if len(real) else 0)
-
-        return cut
+        return pad is not None and not layout.masked and bool((layout.tokens_T[slots] == pad).all())
 
     def _keys_of(self, sequences: Sequence[Any]) -> Sequence[Hashable]:
         if self._keys is None:

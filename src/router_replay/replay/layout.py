@@ -52,8 +52,8 @@ def layout_of(inputs: dict[str, Any]) -> Layout:
     tokens = next((inputs[name] for name in TOKENS if isinstance(inputs.get(name), Tensor)), None)
     if tokens is None:
         raise ReplayError(
-            "the decoder got no input_ids in this pass, and its rows are found by them: pass input_ids instead of "
-            "inputs_embeds, or use replay(batch)"
+            "the decoder got no input_ids in this pass, and its rows are found by them: call the model with input_ids "
+            "instead of inputs_embeds, or use replay(batch)"
         )
     if tokens.ndim == 1:
         tokens = tokens[None]

@@ -138,8 +138,8 @@ class RouterReplay:
         all rows that bear loss are there; "live" routes and counts them. Three kinds of pass stay live: those of a
         model in evaluation mode, unless `evaluation` is True; those with other adapters (PEFT) than at the start, or
         with disabled ones, unless `reference` is True; and those of `generate`. A pass that scores old log-probs in
-        training mode is followed, with and without a gradient. `pad_token_id` is cut from the end of sequences where a
-        pass has no mask of its padding. `agreement` overrides the setting of the constructor.
+        training mode is followed, with and without a gradient. `pad_token_id` is cut from the end of a sequence that is
+        not stored with it, if the pass has no mask of its padding. `agreement` overrides that of the constructor.
 
         Raises ReplayError if the store is of another model.
         """
