@@ -238,6 +238,17 @@ def test_a_pass_that_fails_is_not_counted_and_leaves_nothing(model: tiny.Tiny, r
     assert following.metrics()["routes/passes_followed"] == replayer.stats.passes == 2
 
 
+def test_a_router_that_is_called_between_passes_is_live(model: tiny.Tiny, replayer: RouterReplay) -> None:
+    """The plan of a pass ends with it. The hidden states have as many rows as the pass had tokens."""
+    samples = samples_of(LENGTHS, replayer.spec)
+    laid, router = padded_left(samples), model.model.model.layers[0].mlp.gate
+    hidden = torch.randn(len(laid.sample_T), model.model.config.hidden_size)
+    live = router(hidden)
+    with replayer.follow(store_of(samples, replayer.spec)):
+        logits_of(model.model, laid)
+        assert all(map(torch.equal, router(hidden), live))
+
+
 def test_agreement_is_counted_as_in_replay(model: tiny.Tiny, replayer: RouterReplay) -> None:
     samples = samples_of(LENGTHS, replayer.spec)
     laid = padded_right(samples)

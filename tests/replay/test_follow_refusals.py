@@ -138,6 +138,19 @@ def test_a_missing_row_that_bears_loss_raises(row: int, model: tiny.Tiny, replay
     assert (following.metrics()["routes/replayed"], following.metrics()["routes/live"]) == (5, 1)
 
 
+def test_the_last_row_of_a_cut_sequence_bears_the_loss_of_the_token_that_is_cut(
+    model: tiny.Tiny, replayer: RouterReplay
+) -> None:
+    """A trainer that leaves the last token out of the inputs still predicts it."""
+    tokens, store = [3, 4, 5, 6, 7], RouteStore(replayer.spec)
+    store.add(tokens, Routes(random_routes(4, replayer.spec).ids, replayer.spec, [True, True, True, False]))
+    laid = padded_left([with_tokens(samples_of([4], replayer.spec)[0], tokens[:4])])
+    refused(replayer, model.model, store, laid, "the first is row 3")
+    with replayer.follow(store, on_missing="live") as following:
+        logits_of(model.model, laid)
+    assert (following.metrics()["routes/replayed"], following.metrics()["routes/live"]) == (3, 1)
+
+
 def test_padding_and_single_tokens_need_no_rows(model: tiny.Tiny, replayer: RouterReplay) -> None:
     """The end of a packed bin, and a row of padding that a trainer adds to fill its batch."""
     samples = samples_of([5, 4], replayer.spec)
