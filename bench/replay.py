@@ -49,17 +49,22 @@ def make_batch(replayer: RouterReplay, tokens: int, vocabulary: int) -> Any:
     return pack([sample], tokens)
 
 
-def time_rounds(modes: dict[str, Callable[[], None]], rounds: int, wait: Callable[[], None]) -> dict[str, list[float]]:
+def time_rounds(
+    modes: dict[str, Callable[[], None]],
+    rounds: int,
+    wait: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     names = list(modes)
     for number in range(rounds + 2):
         for name in names[number % len(names) :] + names[: number % len(names)]:  # no mode always follows the same one
             wait()
-            begin = time.perf_counter()
+            begin = clock()
             modes[name]()
             wait()
             if number >= 2:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 

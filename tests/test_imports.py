@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "families": set(),
     "wire": {"kernel"},
     "stitch": set(),
+    "store": {"wire"},
     "batch": set(),
     "measure": {"kernel"},
     "report": set(),
-    "replay": {"families", "batch"},
+    "replay": {"families", "batch", "store"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
@@ -91,7 +92,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "measure", "batch", "families"])
+@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "store", "measure", "batch", "families"])
 def test_no_torch_where_only_bytes_move(module: str) -> None:
     code = f"import sys, router_replay.{module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run(code).split() == ["False", "False"]

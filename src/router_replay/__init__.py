@@ -18,6 +18,7 @@ _HOMES = {
     "Batch": "router_replay.batch",
     "Sample": "router_replay.batch",
     "pack": "router_replay.batch",
+    "RouteStore": "router_replay.store",
     "RouterReplay": "router_replay.replay",
     "Ulysses": "router_replay.forward",
     "logprobs": "router_replay.forward",
@@ -27,6 +28,7 @@ _MODULES = ("engines", "measure", "wire")
 
 __all__ = [
     "Batch",
+    "RouteStore",
     "RouterReplay",
     "RouterReplayError",
     "RouterSpec",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from router_replay.routes import Routes as Routes
     from router_replay.spec import RouterSpec as RouterSpec
     from router_replay.stitch import Trajectory as Trajectory
+    from router_replay.store import RouteStore as RouteStore
 
 
 def __getattr__(name: str) -> Any:

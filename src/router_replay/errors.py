@@ -31,6 +31,10 @@ class BatchError(RouterReplayError, ValueError):
     """Samples cannot be packed, or a batch cannot be sharded as requested."""
 
 
+class StoreError(RouterReplayError, ValueError):
+    """Routes cannot be kept in a RouteStore: rows and tokens do not fit together."""
+
+
 class ReplayError(RouterReplayError, ValueError):
     """Routes do not fit the model, or a forward pass did not use them."""
 

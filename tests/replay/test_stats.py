@@ -16,7 +16,7 @@ def stats(draw: st.DrawFn) -> Stats:
     compared = draw(counts)
     agreed = [draw(st.integers(0, compared)) for _ in LAYERS]
     replayed, live = draw(counts), draw(counts)
-    return Stats.from_counts(LAYERS, [draw(counts), compared, *[replayed] * 2, *[live] * 2, *agreed])
+    return Stats.from_counts(LAYERS, [draw(counts), compared, *[replayed] * 2, *[live] * 2, *agreed, draw(counts)])
 
 
 @given(a=stats(), b=stats())

@@ -39,20 +39,24 @@ class Watch(Wrapper):
         state = self.state
         if state.is_recompute():
             return self.original(*args, **kwargs)
-        recordings = state.recordings
+        recordings, follows = state.recordings, state.follows
         lengths = [[len(column) for column in recording.pieces] for recording in recordings]
         rows = self._before(args, kwargs) if state.blocks else None
         outer, state.passing = state.passing, True
         try:
             out = self.original(*args, **kwargs)
-            if state.blocks:
+            if state.plan is not None or recordings:
                 self._after(rows)
+            if follows is not None:
+                follows.passed()
         except BaseException:
             for recording, before in zip(recordings, lengths, strict=True):
                 recording.drop_after(before)
             raise
         finally:
             state.passing = outer
+            if follows is not None:
+                state.plan = None
         return out
 
     def _before(self, args: Any, kwargs: Any) -> int | None:
@@ -69,6 +73,8 @@ class Watch(Wrapper):
         for site in self.sites:
             site.used = False
             site.chosen_TK = None
+        if state.follows is not None:
+            state.plan = state.follows.plan_for(self.module, args, kwargs)
         tokens = _tokens(args, kwargs)
         rows = None if tokens is None else math.prod(tokens.shape[:2])
         if state.plan is not None:

@@ -20,6 +20,7 @@ from torch import nn
 from router_replay.errors import ReplayError
 from router_replay.families.from_modules import device_of, find_routers
 from router_replay.replay import checkpoint
+from router_replay.replay.follow import Following, Settings
 from router_replay.replay.passes import Watch
 from router_replay.replay.replayable import (
     Recorded,
@@ -35,6 +36,7 @@ from router_replay.replay.state import Plan, Recording, State
 from router_replay.replay.stats import Counters, Stats
 from router_replay.replay.wrapper import Wrapper
 from router_replay.spec import RouterSpec
+from router_replay.store import RouteStore
 
 
 class RouterReplay:
@@ -114,6 +116,40 @@ class RouterReplay:
         checkpoint.remember(self._model, self._state)
         with self._state.block(plan), self._counters.counting(plan):
             yield self
+
+    def follow(
+        self,
+        store: RouteStore,
+        *,
+        on_missing: Literal["raise", "live"] = "raise",
+        evaluation: bool = False,
+        reference: bool = False,
+        pad_token_id: int | None = None,
+        agreement: bool | None = None,
+    ) -> Following:
+        """Return a block in which every forward pass replays the rows that `store` has for its own tokens.
+
+        The rows are found by the `input_ids`, `attention_mask`, `position_ids` and sequence borders that the decoder
+        gets, so that the caller may shuffle, split, pad and pack as it likes. A pass may hold a stored sequence, or its
+        beginning. A recompute in backward uses the rows of its own forward. Use the result in a `with` statement, or
+        call its `start` and `stop`. A `replay` or another `follow` block inside it takes its place.
+
+        `on_missing="raise"` raises ReplayError, which says where a sequence departs from the nearest stored one, unless
+        all rows that bear loss are there; "live" routes and counts them. Three kinds of pass stay live: those of a
+        model in evaluation mode, unless `evaluation` is True; those with other adapters (PEFT) than at the start, or
+        with disabled ones, unless `reference` is True; and those of `generate`. A pass that scores old log-probs in
+        training mode is followed, with and without a gradient. `pad_token_id` is cut from the end of a sequence that is
+        not stored with it, if the pass has no mask of its padding. `agreement` overrides that of the constructor.
+
+        Raises ReplayError if the store is of another model.
+        """
+        if not isinstance(store, RouteStore):
+            raise ReplayError(f"follow() needs a RouteStore, got {type(store).__name__}; for one batch, use replay()")
+        if store.spec != self._spec:
+            raise ReplayError(f"the store is of another model: expected {self._spec}, got {store.spec}")
+        wanted = self._agreement if agreement is None else agreement
+        settings = Settings(on_missing, evaluation, reference, pad_token_id, wanted)
+        return Following(store, self._model, self._found.stack, self._state, self._counters, settings)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorded]:

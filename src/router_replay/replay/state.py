@@ -1,7 +1,8 @@
 """State tracks the open blocks of a model, and the routes that a recompute must use again.
 
-A `Plan` holds the routes of one `replay` block, a `Recording` collects the choices of one `record` block. A `State`
-belongs to one RouterReplay. It is stored on that object and not per thread, since backward may run in another thread.
+A `Plan` holds the routes of one `replay` block, or those that a `follow` block found for one pass. A `Recording`
+collects the choices of one `record` block. A `State` belongs to one RouterReplay. It is stored on that object and not
+per thread, since backward may run in another thread.
 
 Shapes: T tokens, L routed layers, K top-k.
 """
@@ -13,10 +14,10 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
@@ -139,6 +140,16 @@ class Column:
             self.tensor_1 = self.tensor_1.to(device)
 
 
+class PlanPerPass(Protocol):
+    """Makes a plan for each forward pass of a `follow` block, from the arguments of the decoder."""
+
+    def plan_for(self, stack: nn.Module, args: Any, kwargs: dict[str, Any]) -> Plan | None:
+        """Return the plan of a pass of the decoder `stack` with these arguments; None for a live pass."""
+
+    def passed(self) -> None:
+        """Count the pass of the last plan; it is called after the pass, unless that failed."""
+
+
 class Recording:
     """Collects the choices of the passes in a record block, in the narrow dtype: a list of pieces per routed layer."""
 
@@ -159,9 +170,9 @@ class Recording:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Describes one open `replay` or `record` block."""
+    """Describes one open `replay`, `follow` or `record` block."""
 
-    contents: Plan | Recording
+    contents: Plan | PlanPerPass | Recording
     opener: Opener
 
 
@@ -171,6 +182,7 @@ class State:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.plan: Plan | None = None  # the active routes
+        self.follows: PlanPerPass | None = None  # makes the plan of each pass, where the innermost block follows
         self.recordings: tuple[Recording, ...] = ()
         self.passing = False  # True while a forward pass of the decoder runs
         self.recomputing = False  # True while a layer that remembers its plan is recomputed in backward
@@ -182,7 +194,7 @@ class State:
         self.used: weakref.WeakKeyDictionary[Any, Plan | None] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def block(self, contents: Plan | Recording) -> Iterator[None]:
+    def block(self, contents: Plan | PlanPerPass | Recording) -> Iterator[None]:
         """Keep `contents` active while the block is open.
 
         Blocks must be nested and belong to the code that opened them; otherwise ReplayError is raised.
@@ -278,8 +290,9 @@ class State:
 
     def _changed(self) -> None:
         contents = [block.contents for block in self.blocks]
-        plans = [one for one in contents if isinstance(one, Plan)]
-        self.plan = plans[-1] if plans else None
+        innermost = next((one for one in reversed(contents) if not isinstance(one, Recording)), None)
+        self.plan = innermost if isinstance(innermost, Plan) else None
+        self.follows = None if isinstance(innermost, Plan) else innermost
         self.recordings = tuple(one for one in contents if isinstance(one, Recording))
         self.here.depth = len(self.blocks)
         self.was_used = self.was_used or bool(self.blocks)

@@ -21,7 +21,8 @@ class Stats:
     `rows_live` counts the rows that were missing and routed live. If the replayer was given a batch, it knows the
     labels and does not count rows that predict nothing: padding, and the last token of each sequence, which no engine
     forwards. `agreement` is the share of replayed rows whose set of experts equals the choice of the live router; it
-    is None unless it was requested. `rows_compared` is the number of rows behind that share.
+    is None unless it was requested. `rows_compared` is the number of rows behind that share. `sequences_ambiguous`
+    counts the sequences of `follow` blocks whose tokens fit several samples with different rows.
     """
 
     layers: tuple[int, ...]
@@ -30,6 +31,7 @@ class Stats:
     rows_live: tuple[int, ...]
     agreement: tuple[float, ...] | None
     rows_compared: int = 0
+    sequences_ambiguous: int = 0
 
     @classmethod
     def live(cls, layers: tuple[int, ...], rows: int) -> Stats:
@@ -49,16 +51,17 @@ class Stats:
         """Return integers that can be summed over ranks; `from_counts` converts the sums to Stats."""
         agreement = self.agreement or (0.0,) * len(self.layers)
         agreed = [round(share * self.rows_compared) for share in agreement]
-        return [self.passes, self.rows_compared, *self.rows_replayed, *self.rows_live, *agreed]
+        rows = [*self.rows_replayed, *self.rows_live, *agreed]
+        return [self.passes, self.rows_compared, *rows, self.sequences_ambiguous]
 
     @classmethod
     def from_counts(cls, layers: tuple[int, ...], counts: Sequence[int]) -> Stats:
         """Convert `counts`, the result of `counts()` or a sum of several, to the Stats of these `layers`."""
-        passes, compared, *rest = counts
+        passes, compared, *rest, ambiguous = counts
         width = len(layers)
         replayed, live, agreed = (tuple(rest[i * width : (i + 1) * width]) for i in range(3))
         agreement = tuple(count / compared for count in agreed) if compared else None
-        return cls(layers, passes, replayed, live, agreement, compared)
+        return cls(layers, passes, replayed, live, agreement, compared, ambiguous)
 
     def since(self, before: Stats) -> Stats:
         """Return the difference to the earlier Stats `before`, for example the counts of one training step."""
@@ -76,6 +79,7 @@ class Counters:
         self.sums: list[Any] = [0, 0, 0, 0]  # passes, rows replayed, rows live, rows compared
         self.agree_L: Any = None
         self.open: list[Plan] = []
+        self.ambiguous = 0
 
     @contextlib.contextmanager
     def counting(self, plan: Plan) -> Iterator[None]:
@@ -85,7 +89,15 @@ class Counters:
             yield
         finally:
             self.open.remove(plan)
-            self.sums, self.agree_L = _add(self.sums, self.agree_L, plan)
+            self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        """Add the counts of a plan whose passes are over."""
+        self.sums, self.agree_L = _add(self.sums, self.agree_L, plan)
+
+    def add_live(self, rows: int) -> None:
+        """Add a pass for which no row was found: all of its `rows` were routed live."""
+        self.sums = [self.sums[0] + 1, self.sums[1], self.sums[2] + rows, self.sums[3]]
 
     def read(self) -> Stats:
         """Return the sums so far, those of open blocks included. This waits for the device."""
@@ -97,7 +109,7 @@ class Counters:
         agreement = None
         if agree_L is not None and compared:
             agreement = tuple(count / compared for count in agree_L.tolist())
-        return Stats(self.layers, passes, (replayed,) * width, (live,) * width, agreement, compared)
+        return Stats(self.layers, passes, (replayed,) * width, (live,) * width, agreement, compared, self.ambiguous)
 
 
 def _add(sums: list[Any], agree_L: Any, plan: Plan) -> tuple[list[Any], Any]:
