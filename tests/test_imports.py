@@ -29,9 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"families", "batch"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
-    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "gateway": {"wire", "stitch", "batch", "engines"},
+    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
     "recipes": {"rl", "report"},
-    "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
+    "cli": {"families", "wire", "engines", "gateway", "report", "rl", "recipes"},
 }
 
 

@@ -84,6 +84,11 @@ class GatewayServer:
 
         return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
 
+    def soon(self, work: Callable[[], object]) -> None:
+        """Call `work` on the server's event loop, from another thread, without waiting; not if the server is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
+
     def close(self) -> None:
         """End all connections and the thread. The engine stays open."""
         if self._thread.is_alive():
@@ -167,8 +172,15 @@ class GatewayServer:
 
     async def _answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         session = self._session(request, ask)
-        plan = self.gateway.plan(session, ask)
-        headers = {SESSION_HEADER: session.name}
+        session.users += 1
+        try:
+            return await self._answered(request, ask, session)
+        finally:
+            session.users -= 1
+            self.gateway.sessions.forget_if_empty(session)
+
+    async def _answered(self, request: web.Request, ask: Ask, session: Session) -> web.StreamResponse:
+        plan, headers = self.gateway.plan(session, ask), {SESSION_HEADER: session.name}
         if not ask.stream:
             answer = await self.gateway.run(plan)
             return web.json_response(Reply(ask, answer, self.gateway.model).whole(), headers=headers)
@@ -182,7 +194,9 @@ class GatewayServer:
         self, request: web.Request, ask: Ask, working: asyncio.Future[Answer], headers: dict[str, str]
     ) -> web.StreamResponse:
         """Send the pieces of an answer when it is complete, and comments until then. Engines return whole turns."""
-        await asyncio.wait([working], timeout=0)
+        await asyncio.sleep(0)  # a request that is refused at once gets its own status
+        if working.done():
+            working.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
         await response.prepare(request)
         while not working.done():

@@ -77,7 +77,8 @@ class Session:
         self.kept: dict[str, int] = {}  # how many sampled tokens of a request were kept, by its id
         self.counts = Counts()
         self.requests = 0
-        self.in_flight: set[Any] = set()  # tasks
+        self.users = 0  # requests that are being answered, or read
+        self.in_flight: set[Any] = set()  # the tasks that wait for the engine
         self.closed = False
         self.was_read = False
         self.used_at = time.monotonic()
@@ -86,6 +87,11 @@ class Session:
     def opened_by(self, key: bytes) -> bool:
         """Return whether `key` is the key of this session."""
         return self._key is not None and hmac.compare_digest(key, self._key.encode())
+
+    @property
+    def has_key(self) -> bool:
+        """Whether this session has a key of its own."""
+        return self._key is not None
 
     @property
     def bytes(self) -> int:
@@ -124,7 +130,8 @@ class Session:
         taken = Trajectory(self._spec) if near is None else near
         for request, completion in pieces:
             taken = taken.add(request, completion, branch=True)
-        taken.truncate(len(prompt) + kept)
+        if len(taken) > len(prompt) + kept:
+            taken.truncate(len(prompt) + kept)
         self.counts.answers += 1
         if extends:
             self.counts.extended += 1
@@ -216,6 +223,11 @@ class Sessions:
             task.cancel()
         return session
 
+    def forget_if_empty(self, session: Session) -> None:
+        """Remove a `session` whose only request was refused. One that was opened with a key stays."""
+        if not (session.counts.answers or session.users or session.has_key):
+            self._sessions.pop(session.name, None)
+
     def all(self) -> list[Session]:
         """Return all sessions, the least recently used first."""
         return sorted(self._sessions.values(), key=lambda session: session.used_at)
@@ -240,7 +252,7 @@ class Sessions:
             return
         going = []
         for session in self.all():
-            if missing > 0 and session is not wanted and session.was_read and not session.in_flight:
+            if missing > 0 and session is not wanted and session.was_read and not session.users:
                 going.append(session)
                 missing -= session.bytes
         if missing > 0:

@@ -16,7 +16,7 @@ from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
-from router_replay.rl.environments import make_task
+from router_replay.rl.environments import Limits, make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.loop.phases import Phases
@@ -57,7 +57,8 @@ class FirstRank:
         self._stream: RolloutStream | None = None  # with loop = "async"
         self._taken: list[Episode] = []  # of the running step, from the stream
         self._lengths: list[int] = []  # of the sequences of the running step
-        self._task = make_task(config.environment, tokenizer, config.seed)
+        limits = Limits(config.rollout.max_turns, config.rollout.max_tokens, config.max_length)
+        self._task = make_task(config.environment, tokenizer, config.seed, limits)
         notes = check_prompt_lengths(self._task, config)
         self._saved = _saved_rollouts(config, progress)
         self.record, changes = record_of(config, self._task, checkpoint, progress.step)
@@ -82,6 +83,7 @@ class FirstRank:
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
+        closing.callback(getattr(self._task, "close", lambda: None))
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))

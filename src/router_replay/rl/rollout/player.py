@@ -138,6 +138,9 @@ class Player:
         episode.reward += turn.reward
         episode.turns += 1
         episode.done = turn.done
+        if turn.kept is not None and turn.kept < len(tokens):
+            episode.current.truncate(len(prompt) + turn.kept)
+            tokens = tokens[: turn.kept]
         episode.prompt = turn.prompt if turn.prompt is not None else (*prompt, *tokens, *turn.observation)
 
     def _turn(self, episode: Episode, tokens: list[int]) -> Turn:
@@ -153,6 +156,11 @@ class Player:
             raise RewardError(f"problem {episode.problem}: {name} must return a Turn, got {turn!r:.80}")
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
+        if turn.kept is not None and not (type(turn.kept) is int and 0 <= turn.kept <= len(tokens)):
+            raise RewardError(
+                f"problem {episode.problem}: Turn.kept must lie in [0, {len(tokens)}], the number of sampled tokens, "
+                f"got {turn.kept!r}"
+            )
         return turn
 
 

@@ -8,7 +8,9 @@ All episodes take their turns together, with one batch of requests per turn, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request
@@ -16,6 +18,9 @@ from router_replay.errors import EngineError
 from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Task
 from router_replay.rl.rollout.player import Episode, Player, seed_of
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Rollout:
@@ -39,10 +44,14 @@ class Rollout:
         self._engine, self._config = engine, config
         self._player = Player(engine, task, config, max_length)
         self._seed, self._on_turn = seed, on_turn
+        self._threads = getattr(task, "threads", 1)
         self.episodes: list[Episode] = []
-        for group, problem in enumerate(problems):
-            for _ in range(config.group):
-                self.episodes.append(self._reset(group, problem))
+        wanted = [(group, problem) for group, problem in enumerate(problems) for _ in range(config.group)]
+        numbered = [(number, *one) for number, one in enumerate(wanted)]
+        for episode in self._together(lambda one: self._player.reset(*one), numbered):
+            if self.episodes and self.episodes[-1].group == episode.group:
+                self._player.refuse_other_prompt(episode, self.episodes[-1].prompt)
+            self.episodes.append(episode)
 
     @property
     def seconds_in_environments(self) -> float:
@@ -64,15 +73,19 @@ class Rollout:
             turns = list(zip(waiting, prompts, completions, strict=True))
             for turn_of in turns:  # append all completions first, so that they are kept if an environment raises
                 self._append(*turn_of)
-            for episode, prompt, completion in turns:
-                self._player.step(episode, prompt, completion.token_ids.tolist())
+            list(self._together(lambda turn: self._player.step(turn[0], turn[1], turn[2].token_ids.tolist()), turns))
         return self.episodes
 
-    def _reset(self, group: int, problem: int) -> Episode:
-        episode = self._player.reset(len(self.episodes), group, problem)
-        if self.episodes and self.episodes[-1].group == group:
-            self._player.refuse_other_prompt(episode, self.episodes[-1].prompt)
-        return episode
+    def _together(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+        """Yield the results of `work` in order; several items are worked on at once if the task has threads."""
+        if self._threads == 1:
+            yield from map(work, items)
+            return
+        threads = ThreadPoolExecutor(self._threads, "router-replay-env")
+        try:
+            yield from threads.map(work, items)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # after an error, nobody waits for the other episodes
 
     def _first_requests(self) -> list[Request]:
         """Return one request per group: its episodes share a prompt, so the engine computes it once."""
