@@ -98,7 +98,7 @@ class Gateway:
     # -- before the engine is asked -----------------------------------------------------------------
 
     def plan(self, session: Session, ask: Ask) -> Plan:
-        """Return the plan of a request; raise Refusal if it cannot be asked."""
+        """Return the plan of what a client asked in `session`, `ask`; raise Refusal if it cannot be asked."""
         if self._max_turns is not None and session.requests >= self._max_turns:
             raise Refusal(
                 400,
