@@ -8,13 +8,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from router_replay.engines import EmbeddedEngine, Engine
 from router_replay.gateway import Gateway, GatewayServer
 from tests.gateway.talker import dictate, make_tokenizer, save_talker
-
-openai = pytest.importorskip("openai")
 
 
 @pytest.fixture(scope="session")

@@ -131,6 +131,26 @@ def test_a_stream_says_the_same_as_a_reply(client: Client, server: GatewayServer
     assert [piece.choices[0].finish_reason for piece in pieces] == ["length"]
 
 
+def test_a_stream_shows_that_it_waits_and_how_it_failed(
+    client: Client, server: GatewayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router_replay.gateway.server.HEARTBEAT", 0.05)
+    engine.pause()
+    try:
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "stream": True}).encode()
+        url = f"{server.url}/sessions/waits/v1/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as stream:
+            assert stream.readline() == b": waiting for the engine\n"
+            http("DELETE", f"{server.url}/sessions/waits")
+            assert json.loads(stream.read().rpartition(b"data: ")[2])["error"]["code"] == "session_deleted"
+        chunks = say(client("fails"), "hello", stream=True)
+        http("DELETE", f"{server.url}/sessions/fails")
+        with pytest.raises(openai.APIError, match="was deleted"):
+            list(chunks)
+    finally:
+        engine.resume()
+
+
 def test_a_call_of_a_tool_is_read_and_answered(client: Client) -> None:
     agent = client("tools")
     first = say(agent, "call", tools=[ADD])

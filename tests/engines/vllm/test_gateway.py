@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from router_replay.engines import Engine
 from router_replay.gateway import Gateway, GatewayServer, read_session
 from router_replay.gateway.served import served_folder
 from tests.engines.conftest import KEY, Checkpoints, Servers
 from tests.gateway.conftest import client_of, http, say
-
-pytest.importorskip("openai")
 
 
 def test_a_session_of_two_turns_has_the_rows_that_the_trainer_needs(

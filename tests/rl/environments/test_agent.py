@@ -18,7 +18,6 @@ from router_replay.rl.environments.agent import AgentEnvironment, AgentTask
 from router_replay.run_files import read_metrics
 from tests.gateway.talker import make_tokenizer
 
-pytest.importorskip("openai")
 ROOT = pathlib.Path(__file__).parents[3]
 TOKENIZER = make_tokenizer()
 # Without the client, which takes a second to import. The messages are the words of the command line.
