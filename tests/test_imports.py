@@ -92,7 +92,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "measure", "batch", "families"])
+@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "measure", "batch", "families", "gateway.server"])
 def test_no_torch_where_only_bytes_move(module: str) -> None:
     code = f"import sys, router_replay.{module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run(code).split() == ["False", "False"]

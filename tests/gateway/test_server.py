@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from router_replay.engines import Engine
-from router_replay.errors import EngineError
+from router_replay.errors import EngineError, WireError
 from router_replay.gateway import Gateway, GatewayServer, read_session
 from router_replay.gateway.sessions import TURN_BYTES, bytes_per_token
 from tests.gateway.conftest import client_of, http, say
@@ -229,6 +229,28 @@ def test_a_wrong_field_is_refused_by_its_name(client: Client, fields: Any, param
 def test_a_wrong_message_is_refused(client: Client, message: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError, match=r"messages\[1\]"):
         say(client("wrong"), "hello", message)
+
+
+def test_a_text_that_is_not_unicode_is_refused(server: GatewayServer) -> None:
+    body = {"messages": [{"role": "user", "content": "\ud800"}]}
+    status, error = refused("POST", f"{server.url}/sessions/wrong/v1/chat/completions", body)
+    assert status == 400
+    assert "not valid Unicode" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_length": 1}, {"max_tokens": -1}, {"max_bytes": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_turns": 0}],
+)
+def test_a_setting_of_the_gateway_that_cannot_work_is_refused(engine: Engine, settings: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=next(iter(settings))):
+        Gateway(engine, TOKENIZER, **{"max_length": 64, **settings})
+
+
+@pytest.mark.parametrize("body", ["[]", "{", {"trajectories": [{}]}, {"trajectories": [{"routes": "!"}]}])
+def test_what_is_no_session_is_not_read(body: Any) -> None:
+    with pytest.raises(WireError, match="not the answer of GET /sessions/NAME"):
+        read_session(body)
 
 
 def test_neutral_values_and_parts_of_text_are_taken(client: Client) -> None:

@@ -52,7 +52,18 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens that the text does not have."""
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        return self._encoded(text, add_special_tokens=False)
+
+    def encode_first(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a sequence, with the special tokens that the tokenizer adds there."""
+        return self._encoded(text, add_special_tokens=True)
+
+    def _encoded(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise Refusal(400, f"the text is not valid Unicode: {error}") from None
+        return [int(token) for token in self.tokenizer.encode(text, **options)]
 
     def decode(self, token_ids: Sequence[int], special: bool = True) -> str:
         """Return the text of tokens, with or without that of `special` tokens."""

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from router_replay.engines import checks
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request, Sampling
 from router_replay.errors import EngineError
@@ -89,6 +90,11 @@ class Gateway:
         max_bytes: int = MAX_BYTES,
         has_logprobs: bool = True,
     ) -> None:
+        Sampling(max_tokens or 1, temperature or 0.0, 1.0 if top_p is None else top_p).check("the gateway")
+        checks.integer(max_length, "max_length", 2, checks.TOKEN_LIMIT)
+        checks.integer(max_bytes, "max_bytes", 1, 1 << 62)
+        if max_turns is not None:
+            checks.integer(max_turns, "max_turns", 1, checks.TOKEN_LIMIT)
         self.engine, self.model = engine, model
         self.chat = Chat(tokenizer, end_token_ids)
         self.sessions = Sessions(engine.spec, max_bytes)
@@ -159,7 +165,7 @@ class Gateway:
         if fitting:
             text, answered = max(fitting, key=lambda one: len(one[0]))
             return [*answered.token_ids.tolist(), *self.chat.encode(ask.prompt[len(text) :])], ask.prompt
-        return [int(token) for token in self.chat.tokenizer.encode(ask.prompt)], ask.prompt
+        return self.chat.encode_first(ask.prompt), ask.prompt
 
     # -- with the engine ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable
@@ -33,6 +34,7 @@ try:
 except ImportError as error:
     raise EngineError('the gateway needs aiohttp: pip install "router-replay[http]"') from error
 
+logger = logging.getLogger(__name__)
 SESSION_HEADER = "X-Session-Id"
 BODY_LIMIT = 32 << 20  # bytes of a request
 HEARTBEAT = 10.0  # seconds between two comments in a stream that waits for its answer
@@ -142,6 +144,10 @@ class GatewayServer:
         except web.HTTPException as error:
             text = f"{request.method} {request.path}: {error.reason}"
             return web.json_response(Refusal(error.status, text).body(), status=error.status)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            text = "the gateway failed; its log says why"
+            return web.json_response(Refusal(500, text).body(), status=500)
 
     def _refuse_strangers(self, request: web.Request) -> None:
         sent = request.headers.getall("Authorization", [])
