@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,3 +78,21 @@ def say(client: Any, *said: str | dict[str, Any], **more: Any) -> Any:
     """Ask with these messages, texts being those of the user."""
     messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in said]
     return client.chat.completions.create(model="any", messages=messages, **{"temperature": 0, **more})
+
+
+def refused(method: str, url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        http(method, url, body, **headers)
+    return error.value.code, json.loads(error.value.read())["error"]
+
+
+def sessions(server: GatewayServer) -> list[dict[str, Any]]:
+    return http("GET", f"{server.url}/sessions")["sessions"]
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if met():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never happened")
