@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from router_replay.engines import Engine
+from router_replay.engines import Engine, Request
 from router_replay.gateway import GatewayServer, read_session
 from tests.gateway.conftest import client_of, http, refused, say, sessions, wait_until
 from tests.gateway.talker import make_tokenizer
@@ -89,9 +89,16 @@ def test_an_agent_that_leaves_stops_the_engine(server: GatewayServer, engine: En
         engine.resume()
 
 
-def test_an_answer_goes_on_over_new_weights_and_says_which_sampled_it(
-    server: GatewayServer, client: Client, engine: Engine, talker: Any
+def test_an_answer_goes_on_over_new_weights_with_its_experts_forced(
+    server: GatewayServer, client: Client, engine: Engine, talker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    submit, requests = engine.submit, list[Request]()
+
+    async def noted(request: Request) -> Any:
+        requests.append(request)
+        return await submit(request)
+
+    monkeypatch.setattr(engine, "submit", noted)
     for version in range(1, 30):  # again where the machine was too slow or too fast
         name = f"swap-{version}"
         with ThreadPoolExecutor(1) as threads:
@@ -105,5 +112,10 @@ def test_an_answer_goes_on_over_new_weights_and_says_which_sampled_it(
         assert versions == sorted(versions)
         if len(set(versions)) == 2:
             assert set(versions) == {version - 1, version}
+            forced = requests[-1].forced_routes
+            assert forced is not None
+            assert sample.routes is not None
+            assert len(forced) == len(requests[-1].token_ids) - 1
+            assert forced.same_sets(sample.routes[: len(forced)])
             return
     raise AssertionError("no answer was interrupted")
