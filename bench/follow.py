@@ -57,7 +57,7 @@ def make_store(replayer: RouterReplay, samples: list[Sample], vocabulary: int) -
         one = samples[number % len(samples)]
         tokens = np.concatenate([one.token_ids[: length // 2], rng.integers(1, vocabulary, length - length // 2)])
         assert one.routes is not None
-        store.add(tokens, one.routes)
+        store.add(tokens, one.routes.read())
     return store
 
 
@@ -69,7 +69,7 @@ def padded(samples: list[Sample], device: str) -> tuple[dict[str, Any], Routes]:
         length = width - number
         tokens[number, number:], mask[number, number:] = one.token_ids[:length], 1
         assert one.routes is not None
-        rows += [Routes.missing(number, one.routes.spec), one.routes[:length]]
+        rows += [Routes.missing(number, one.routes.spec), one.routes.read(0, length)]
     inputs = {"input_ids": torch.from_numpy(tokens).to(device), "attention_mask": torch.from_numpy(mask).to(device)}
     return inputs, Routes.concat(rows)
 

@@ -15,7 +15,7 @@ import pytest
 PUBLIC = (
     *("router_replay", "router_replay.batch", "router_replay.engines", "router_replay.families"),
     *("router_replay.forward", "router_replay.measure", "router_replay.replay", "router_replay.report"),
-    *("router_replay.replay.megatron",),
+    *("router_replay.replay.megatron", "router_replay.gateway"),
     *("router_replay.stitch", "router_replay.store", "router_replay.wire"),
 )
 SHOWN = (

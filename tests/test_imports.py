@@ -30,9 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"families", "batch", "store"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
-    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "gateway": {"wire", "stitch", "batch", "engines"},
+    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
     "recipes": {"rl", "report"},
-    "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
+    "cli": {"families", "wire", "engines", "gateway", "report", "rl", "recipes"},
 }
 
 
@@ -92,7 +93,10 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "store", "measure", "batch", "families"])
+MODULES = ["routes", "wire", "stitch", "store", "measure", "batch", "families", "gateway.server"]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_no_torch_where_only_bytes_move(module: str) -> None:
     code = f"import sys, router_replay.{module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run(code).split() == ["False", "False"]

@@ -13,7 +13,7 @@ from router_replay import RouterSpec, Routes, __version__, wire
 from router_replay.cli import main
 from tests.makers import random_ids
 
-COMMANDS = ("families", "inspect", "serve", "make-model", "train", "demo", "report")
+COMMANDS = ("families", "inspect", "serve", "gateway", "make-model", "train", "demo", "report")
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "vllm")
 SPEC = RouterSpec(num_experts=16, top_k=2, layers=(0, 2))
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from router_replay import __version__
-from router_replay.cli import demo, make_model, report, train
+from router_replay.cli import demo, gateway, make_model, report, train
 from router_replay.errors import RouterReplayError
 
-EXTRAS = ("torch", "transformers", "pydantic", "rich")  # what a bare installation may lack
+EXTRAS = ("torch", "transformers", "pydantic", "rich", "aiohttp")  # what a bare installation may lack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ROUTER_REPLAY_API_KEY, if it is set); without a key the server listens on loopback addresses only",
     )
     serve.set_defaults(run=_serve)
+    gateway.add(commands)
     make_model.add(commands)
     train.add(commands)
     demo.add(commands)

@@ -200,6 +200,10 @@ class Trajectory:
         prompt = int64_array(prompt_ids, "prompt_ids", StitchError)
         return max(0, min(self.next_start, self._common_prefix(prompt), len(prompt) - 1))
 
+    def common_prefix(self, prompt_ids: ArrayLike) -> int:
+        """Return how many tokens `prompt_ids` and this trajectory have in common at their beginning."""
+        return self._common_prefix(int64_array(prompt_ids, "prompt_ids", StitchError))
+
     def __len__(self) -> int:
         return len(self._tokens)
 

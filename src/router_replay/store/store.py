@@ -114,7 +114,7 @@ class RouteStore:
         routes = trajectory.routes
         if routes is None:
             raise StoreError("the trajectory has no routes: expected one row per token")
-        return self.add(trajectory.token_ids, routes, loss_mask=trajectory.loss_mask, key=key)
+        return self.add(trajectory.token_ids, routes.read(), loss_mask=trajectory.loss_mask, key=key)
 
     def add_blob(
         self, blob: Any, token_ids: ArrayLike, *, loss_mask: ArrayLike | None = None, key: Hashable = None

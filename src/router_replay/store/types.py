@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from router_replay.route_source import RouteSource
 from router_replay.routes import Routes
 
 
@@ -47,8 +48,8 @@ class TrajectoryLike(Protocol):
         """True for each token that is part of the loss."""
 
     @property
-    def routes(self) -> Routes | None:
-        """One row per token."""
+    def routes(self) -> RouteSource | None:
+        """One row per token, as Routes or where they are stored."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

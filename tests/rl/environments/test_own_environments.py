@@ -116,7 +116,8 @@ def test_the_longest_response_follows_the_turns_of_the_class(games: str, name: s
 
 @pytest.mark.parametrize("kind", ["chess", ":Game", "games:"])
 def test_a_kind_is_a_short_name_or_a_class(kind: str) -> None:
-    message = f"environment.kind: expected 'arithmetic', 'calculator', 'jsonl' or \"module:Class\" .*, got \"{kind}\""
+    names = "'arithmetic', 'calculator', 'jsonl', 'agent'"
+    message = f'environment.kind: expected {names} or "module:Class" .*, got "{kind}"'
     with pytest.raises(ConfigError, match=message):
         load_config(None, [f"environment.kind={kind}"])
 

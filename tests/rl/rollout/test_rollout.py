@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -74,6 +75,33 @@ def test_observations_are_environment_tokens_with_rows_of_their_own(engine: Embe
         assert captured[:-1].all()  # the boundary rows were filled by the next turn
         assert not captured[-1]
     assert not np.array_equal(episodes[0].trajectories[0].token_ids, episodes[1].trajectories[0].token_ids)
+
+
+def test_tokens_that_the_environment_did_not_read_leave_the_trajectory(engine: EmbeddedEngine) -> None:
+    episodes = play(engine, Scripted(lambda turn, _: Turn(done=turn == 2, observation=(9,), kept=2)))
+    for episode in episodes:
+        [trajectory] = episode.trajectories
+        assert trajectory.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 2
+        assert trajectory.token_ids[5] == 9
+        assert trajectory.routes.captured[:7].all()
+    for wrong in (5, -1, 1.0):
+        with pytest.raises(RewardError, match=r"Turn\.kept must lie in \[0, 4\]"):
+            play(engine, Scripted(lambda *_, wrong=wrong: Turn(kept=wrong)))
+
+
+def test_a_task_with_threads_is_stepped_by_them_and_gives_the_same_episodes(engine: EmbeddedEngine) -> None:
+    together = threading.Barrier(4, timeout=60)  # passes only if four episodes are in it at once
+
+    def answer(turn: int, tokens: Sequence[int]) -> Turn:
+        together.wait()
+        return Turn(float(sum(tokens)), done=turn == 2, observation=(9,))
+
+    task = Scripted(answer)
+    task.threads = 4  # type: ignore[attr-defined]
+    alone = play(engine, Scripted(lambda turn, tokens: Turn(float(sum(tokens)), done=turn == 2, observation=(9,))))
+    for one, other in zip(play(engine, task), alone, strict=True):
+        assert (one.number, one.group, one.reward) == (other.number, other.group, other.reward)
+        assert np.array_equal(one.trajectories[0].token_ids, other.trajectories[0].token_ids)
 
 
 def test_the_rows_are_those_of_one_pass_over_the_whole(engine: EmbeddedEngine) -> None:

@@ -28,7 +28,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from router_replay.errors import TrainError
 from router_replay.rl.cluster.routes import saying
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.environments import make_task
+from router_replay.rl.environments import Limits, make_task
 from router_replay.rl.environments.base import Environment, EnvironmentLost, Task, Turn
 from router_replay.rl.policy.models import load_tokenizer, model_folder
 
@@ -52,7 +52,7 @@ class EnvironmentActor:
         with contextlib.suppress(FileNotFoundError):  # another machine need not have it
             os.chdir(folder)
         tokenizer = load_tokenizer(model_folder(config.model.path))
-        self._task = make_task(config.environment, tokenizer, config.seed)
+        self._task = make_task(config.environment, tokenizer, config.seed, Limits.of(config))
         self._open: dict[str, Environment] = {}
 
     def where(self) -> tuple[str, int]:

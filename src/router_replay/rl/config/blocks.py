@@ -164,18 +164,28 @@ class EnvironmentConfig(Block):
         "arithmetic": "router_replay.rl.environments.arithmetic:ArithmeticTask",
         "calculator": "router_replay.rl.environments.calculator:CalculatorTask",
         "jsonl": "router_replay.rl.environments.jsonl:JsonlTask",
+        "agent": "router_replay.rl.environments.agent:AgentTask",
     }
     """The short names of `kind`, and the class of each."""
 
     kind: str = "arithmetic"
-    """`"arithmetic"`, `"calculator"` (several turns with a tool), `"jsonl"` (your own problems), or `"module:Class"`
-    (your own environment)"""
+    """`"arithmetic"`, `"calculator"` (several turns with a tool), `"jsonl"` (your own problems), `"agent"` (a program
+    that uses OpenAI's API), or `"module:Class"` (your own environment)"""
     digits: Annotated[int, Field(ge=1, le=1000)] = 2
     """the number of digits of each operand, for arithmetic and calculator"""
     file: str = ""
-    """for jsonl: a file with one JSON object per line, with `prompt` (text or chat messages) and `answer`"""
+    """for jsonl: a file with one JSON object per line, with `prompt` (text or chat messages) and `answer`; for agent:
+    a file with one JSON value per line, which the program reads from its standard input"""
     reward: str = ""
     """for jsonl: the reward function `module:function` with `(prompt, completion, answer) -> float`"""
+    command: list[str] = Field(default_factory=list)
+    """for agent: the program of one episode and its arguments, such as `["python", "agent.py"]`. The last line that it
+    prints is the reward"""
+    timeout: PositiveFloat = 600.0
+    """for agent: the seconds that a program may take for an episode, without those in which it waits for the policy"""
+    on_failure: Literal["raise", "zero"] = "raise"
+    """for agent: what a program that fails, takes too long or prints no reward means: `"raise"` ends the run, and
+    `"zero"` gives the reward 0 and a warning"""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments for a class of your own"""
 

@@ -259,6 +259,14 @@ def _refused_absences(config: TrainConfig) -> Iterator[str]:
             f'environment.arguments with environment.kind = "{config.environment.kind}", which does not take them; '
             "they are for a class of your own, as module:Class"
         )
+    environment = config.environment
+    if environment.kind == "agent" and not environment.command:
+        yield 'environment.command is missing: environment.kind = "agent" runs this program, as ["python", "agent.py"]'
+    if environment.kind != "agent" and (environment.command or environment.on_failure != "raise"):
+        yield (
+            f'environment.command and environment.on_failure are for environment.kind = "agent", not '
+            f'"{environment.kind}"; leave them out'
+        )
     if config.environment.kind == "jsonl":
         if not config.environment.file:
             yield 'environment.file is missing: environment.kind = "jsonl" reads its problems from there'
@@ -313,6 +321,11 @@ def _refused_cluster(config: TrainConfig) -> Iterator[str]:
         yield (
             "cluster.object_store_bytes with cluster.address: the store of a cluster that runs has its size already; "
             "leave one of them out"
+        )
+    if cluster.environments and config.environment.kind == "agent":
+        yield (
+            'cluster.environments with environment.kind = "agent", which runs its programs in processes of their own; '
+            "leave cluster.environments out"
         )
 
 

@@ -34,9 +34,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from router_replay.errors import RewardError
+
+if TYPE_CHECKING:
+    from router_replay.rl.config import TrainConfig
 
 
 class EnvironmentLost(RewardError):
@@ -51,12 +54,28 @@ class Turn:
     - `done`: whether the episode ends here.
     - `observation`: tokens of the environment, which follow the completion in the next prompt.
     - `prompt`: the whole next prompt, in place of `observation`, if the environment changes the history.
+    - `kept`: how many of the sampled tokens stay in the trajectory, if the environment read only the first of them.
     """
 
     reward: float = 0.0
     done: bool = True
     observation: tuple[int, ...] = ()
     prompt: tuple[int, ...] | None = None
+    kept: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Hold the limits of an episode: the settings `rollout.max_turns`, `rollout.max_tokens` and `engine.max_length`."""
+
+    max_turns: int = 8
+    max_tokens: int = 16
+    max_length: int = 2048
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Limits:
+        """Return the limits of a run."""
+        return cls(config.rollout.max_turns, config.rollout.max_tokens, config.max_length)
 
 
 class Environment(Protocol):
@@ -82,6 +101,10 @@ class Task(Protocol):
     """The maximum number of turns of an episode; None: only `rollout.max_turns` limits them. Set it on the class:
     dr_grpo divides by the longest possible episode, so ranks that make no task object read it too."""
 
+    threads: ClassVar[int] = 1
+    """How many episodes of the synchronous loop may be reset and stepped at once, in threads. Set it on the class, for
+    environments that wait for others. The asynchronous loop has `asynchronous.environment_threads`."""
+
     @property
     def digest(self) -> str:
         """Return a text that identifies the problems. `--resume` refuses to continue a run if it has changed."""
@@ -93,6 +116,10 @@ class Task(Protocol):
         A prompt that is too long is then refused before the run starts, with its place in the message.
         """
         return ()
+
+    def close(self) -> None:
+        """Free what the task holds, at the end of a run. Episodes may be in progress: they must not wait any more."""
+        return
 
     def environment(self) -> Environment:
         """Return a new environment, for one episode."""

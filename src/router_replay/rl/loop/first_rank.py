@@ -18,7 +18,7 @@ from router_replay.errors import ConfigError
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
-from router_replay.rl.environments import Task, make_task
+from router_replay.rl.environments import Limits, Task, make_task
 from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.evaluations import EvaluationLog
 from router_replay.rl.log.metrics import MetricsWriter
@@ -67,7 +67,7 @@ class FirstRank:
         self._keep: Keep | None = None  # with Ray, the rows of finished episodes are in its object store
         self._lengths: list[int] = []  # of the sequences of the running step
         self._evaluated: dict[str, float] = {}  # what an evaluation measured, for the next line of metrics
-        self._task = make_task(config.environment, tokenizer, config.seed)
+        self._task = make_task(config.environment, tokenizer, config.seed, Limits.of(config))
         notes = check_prompt_lengths(self._task, config)
         self._evaluation_task = evaluation_task(config, tokenizer) if config.evaluation.every else None
         self._evaluations: EvaluationLog | None = None
@@ -94,6 +94,7 @@ class FirstRank:
         self._writer = closing.enter_context(
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
+        closing.callback(getattr(self._task, "close", lambda: None))
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))

@@ -20,7 +20,7 @@ from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request
 from router_replay.errors import EngineError, TrainError
 from router_replay.rl.config import RolloutConfig, TrainConfig
-from router_replay.rl.environments import Task, make_task
+from router_replay.rl.environments import Limits, Task, make_task
 from router_replay.rl.rollout.player import Episode, Player, seed_of
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
 from router_replay.rl.rollout.rollout import Rollout
@@ -131,6 +131,6 @@ def evaluation_task(config: TrainConfig, tokenizer: Any) -> Task:
     settings = config.environment
     if config.evaluation.file:
         settings = settings.model_copy(update={"file": config.evaluation.file})
-    task = make_task(settings, tokenizer, seed_of(config.seed, STREAM))
+    task = make_task(settings, tokenizer, seed_of(config.seed, STREAM), Limits.of(config))
     check_prompt_lengths(task, config)
     return task

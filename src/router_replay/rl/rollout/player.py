@@ -156,6 +156,9 @@ class Player:
         episode.reward += turn.reward
         episode.turns += 1
         episode.done = turn.done
+        if turn.kept is not None and turn.kept < len(tokens):
+            self._truncate(episode, len(prompt) + turn.kept)
+            tokens = tokens[: turn.kept]
         episode.prompt = turn.prompt if turn.prompt is not None else (*prompt, *tokens, *turn.observation)
 
     def put_away(self, episode: Episode) -> None:
@@ -167,6 +170,22 @@ class Player:
                 episode.trajectories[number] = Sample(
                     one.token_ids, one.logprobs, one.loss_mask, self._keep(one.routes), versions=one.versions
                 )
+
+    def _truncate(self, episode: Episode, length: int) -> None:
+        """Leave the first `length` tokens of the last trajectory, whose rows may be put away already."""
+        last = episode.trajectories[-1]
+        if isinstance(last, Trajectory):
+            last.truncate(length)
+            return
+        assert self._keep is not None
+        assert last.routes is not None
+        episode.trajectories[-1] = Sample(
+            last.token_ids[:length],
+            last.logprobs[:length],
+            last.loss_mask[:length],
+            self._keep(last.routes.read(0, length)),
+            versions=np.asarray(last.versions)[:length],
+        )
 
     def _turn(self, episode: Episode, tokens: list[int]) -> Turn:
         assert episode.environment is not None
@@ -181,6 +200,11 @@ class Player:
             raise RewardError(f"problem {episode.problem}: {name} must return a Turn, got {turn!r:.80}")
         if not isinstance(turn.reward, int | float | np.number) or not math.isfinite(turn.reward):
             raise RewardError(f"problem {episode.problem}: a reward must be a finite number, got {turn.reward!r}")
+        if turn.kept is not None and not (type(turn.kept) is int and 0 <= turn.kept <= len(tokens)):
+            raise RewardError(
+                f"problem {episode.problem}: Turn.kept must lie in [0, {len(tokens)}], the number of sampled tokens, "
+                f"got {turn.kept!r}"
+            )
         return turn
 
 

@@ -23,6 +23,7 @@ from router_replay.rl.config import RolloutConfig
 from router_replay.rl.environments.base import Task
 from router_replay.rl.rollout.player import Episode, Keep, Player, seed_of
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -50,13 +51,16 @@ class Rollout:
     ) -> None:
         self._engine, self._config = engine, config
         self._player = Player(engine, task, config, max_length, keep)
-        self._one_by_one, self._threads = keep is not None, threads
+        self._one_by_one, self._threads = keep is not None, max(threads, getattr(task, "threads", 1))
         self.seconds_in_environments = 0.0  # by the clock: several threads may step at once
         self._seed, self._on_turn = seed, on_turn
         self.episodes: list[Episode] = []
-        for group, problem in enumerate(problems):
-            for _ in range(config.group):
-                self.episodes.append(self._reset(group, problem))
+        wanted = [(group, problem) for group, problem in enumerate(problems) for _ in range(config.group)]
+        numbered = [(number, *one) for number, one in enumerate(wanted)]
+        for episode in self._together(lambda one: self._player.reset(*one), numbered):
+            if self.episodes and self.episodes[-1].group == episode.group:
+                self._player.refuse_other_prompt(episode, self.episodes[-1].prompt)
+            self.episodes.append(episode)
 
     def run(self) -> list[Episode]:
         """Play all episodes to their end."""
@@ -75,22 +79,12 @@ class Rollout:
                 if turn == self._player.turns - 1:
                     self._player.put_away(waiting[place])
             began = time.perf_counter()
-            self._step(waiting, prompts, sampled)
+            list(self._together(lambda turn: self._player.step(*turn), zip(waiting, prompts, sampled, strict=True)))
             self.seconds_in_environments += time.perf_counter() - began
             for episode in waiting:
                 if episode.done or not self._player.room(episode):
                     self._player.put_away(episode)
         return self.episodes
-
-    def _step(self, episodes: list[Episode], prompts: Sequence[Sequence[int]], sampled: list[list[int]]) -> None:
-        """Let the environments of these episodes take a step."""
-        if self._threads == 1:
-            for episode, prompt, tokens in zip(episodes, prompts, sampled, strict=True):
-                self._player.step(episode, prompt, tokens)
-            return
-        with concurrent.futures.ThreadPoolExecutor(self._threads, "router-replay-env") as pool:
-            for _ in pool.map(self._player.step, episodes, prompts, sampled):
-                pass  # raises what a step raised
 
     def _answers(self, requests: Sequence[Request], episodes: int) -> Iterator[tuple[int, Completion]]:
         """Yield the completions, each with the number of its episode among those that wait.
@@ -110,11 +104,16 @@ class Rollout:
                 raise EngineError(f"{requests[number].id}: expected {expected} completions, got {len(samples)}")
             yield from enumerate(samples, start=first[number])
 
-    def _reset(self, group: int, problem: int) -> Episode:
-        episode = self._player.reset(len(self.episodes), group, problem)
-        if self.episodes and self.episodes[-1].group == group:
-            self._player.refuse_other_prompt(episode, self.episodes[-1].prompt)
-        return episode
+    def _together(self, work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+        """Yield the results of `work` in order; several items are worked on at once if the task has threads."""
+        if self._threads == 1:
+            yield from map(work, items)
+            return
+        threads = concurrent.futures.ThreadPoolExecutor(self._threads, "router-replay-env")
+        try:
+            yield from threads.map(work, items)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # after an error, nobody waits for the other episodes
 
     def _first_requests(self) -> list[Request]:
         """Return one request per group: its episodes share a prompt, so the engine computes it once."""
