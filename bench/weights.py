@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="the tiny model on a GPU, too")
-    parser.add_argument(
-        "--ipc", action="store_true", help="publish to memory of the GPU that both use"
-    )
+    parser.add_argument("--ipc", action="store_true", help="publish to memory of the GPU that both use")
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
