@@ -3,7 +3,7 @@
     python examples/trl_grpo.py --replay off
     python examples/trl_grpo.py --replay r3      # mismatch/k3 falls, routes/live is 0
 
-It needs `pip install ".[train,vllm]" "trl==1.16.*"`; `--engine embedded` needs no vLLM. What Router Replay adds to a
+It needs `pip install ".[trl,vllm]"`; `--engine embedded` needs no vLLM. What Router Replay adds to a
 script for TRL is the engine, the class of the trainer, and the arguments `replay` and `engine`.
 """
 
@@ -36,6 +36,7 @@ FOR_CPUS = {
 def vllm_engine() -> Engine:
     for name, value in FOR_CPUS.items():
         os.environ.setdefault(name, value)
+    torch.set_num_threads(1)  # on a GPU, leave this out too
     return VllmEngine(MODEL, dtype="bfloat16", max_model_len=64, block_size=32, enforce_eager=True)
 
 

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "integrations": {"stitch", "batch", "measure", "replay", "engines", "rl"},
     "recipes": {"rl", "report"},
     "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
 }

@@ -1,8 +1,8 @@
 """TRL's generation backend over an engine of Router Replay.
 
 TRL asks its `vllm_generation` for completions. This class stands there, so that TRL's tool loop, its
-importance-sampling correction and its walk over sharded and adapted weights work as they do with vLLM. The first process
-has the engine; the others send it their prompts, and each gets back the answers to its own.
+importance-sampling correction and its walk over sharded and adapted weights work as they do with vLLM. The first
+process has the engine; the others send it their prompts, and each gets back the answers to its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
+from router_replay.engines import EmbeddedEngine, VllmEngine
 from router_replay.engines.base import Engine
 from router_replay.engines.types import Completion, Request, Sampling
 from router_replay.integrations.trl.sequences import Sequences
@@ -67,8 +68,10 @@ class EngineGeneration(VLLMGeneration):
         base = _base(self.accelerator.unwrap_model(self.model))
         state |= dict(_persistent_buffers(base))
         if self._sync is None:
-            dtype = "float32" if base.dtype is torch.float32 else "bfloat16"
-            config = EngineConfig(kind=_kind(self.engine), dtype=dtype, weights=self._weights)
+            wide = base.dtype is torch.float32  # an engine in bfloat16 rounds the weights itself
+            config = EngineConfig(
+                kind=_kind(self.engine), dtype="float32" if wide else "bfloat16", weights=self._weights
+            )
             self._sync = WeightSync(config, base, frozenset())
         self._sync.push(self.engine, state, self.engine.version + 1)
 
@@ -129,8 +132,9 @@ class EngineGeneration(VLLMGeneration):
 
 def _kind(engine: Engine) -> Any:
     """Return the kind of an engine, which decides in which form it gets new weights."""
-    kinds = {"EmbeddedEngine": "embedded", "VllmEngine": "vllm"}  # by name: importing vLLM's engine loads vLLM
-    return kinds.get(type(engine).__name__, "vllm_http")  # a server, or a pool of any kinds: all take a folder
+    if isinstance(engine, EmbeddedEngine):
+        return "embedded"
+    return "vllm" if isinstance(engine, VllmEngine) else "vllm_http"  # a server, or a pool: all kinds take a folder
 
 
 def _base(model: Any) -> Any:

@@ -39,14 +39,14 @@ def mismatch(
     sums, largest = [0.0] * 5, 0.0
     if mask.any():  # mask_truncated_completions may leave nothing
         gap = measure.logprob_gap(trained, sampled, mask)
-        means = (1.0, gap.k1, gap.k3, gap.abs_mean, gap.extreme(2.0))
-        sums, largest = [mean * gap.tokens for mean in means], gap.abs_max
+        of_tokens = (1.0, gap.k1, gap.k3, gap.abs_mean, gap.extreme(2.0))
+        sums, largest = [mean * gap.tokens for mean in of_tokens], gap.abs_max
     tokens, k1, k3, absolute, extreme = _summed(accelerator, sums)
     if not tokens:
         return {}
     abs_max = accelerator.gather(torch.tensor([largest], device=accelerator.device)).max().item()
-    means = {"k1": k1, "k3": k3, "abs_mean": absolute, "extreme_tau2": extreme}
-    return {"mismatch/abs_max": abs_max} | {f"mismatch/{name}": total / tokens for name, total in means.items()}
+    totals = {"k1": k1, "k3": k3, "abs_mean": absolute, "extreme_tau2": extreme}
+    return {"mismatch/abs_max": abs_max} | {f"mismatch/{name}": total / tokens for name, total in totals.items()}
 
 
 def _summed(accelerator: Any, values: list[float]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+from typing import Any
 
 from router_replay.errors import ConfigError
 
@@ -85,7 +86,7 @@ def refuse_other_trl() -> None:
         raise ConfigError(f"this TRL {version} differs from the one that was tested: {'; '.join(found)}")
 
 
-def _method(place: str) -> object:
+def _method(place: str) -> Any:
     module, _, path = place.partition(":")
     owner, _, name = path.partition(".")
     return getattr(getattr(importlib.import_module(module), owner, None), name, None)

@@ -66,12 +66,11 @@ def _refuse_with_engine(args: Any, engine: Any, tools: bool, processes: int) -> 
             f"{values}: the engines of Router Replay do not have these settings (they have temperature and top_p), and "
             "would ignore them: leave them out"
         )
-    if args.loss_type == "vespo" and args.vllm_importance_sampling_correction:
-        if args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
-            raise ConfigError(
-                'loss_type="vespo" needs vllm_importance_sampling_mode "token_truncate" or "token_mask", got '
-                f"{args.vllm_importance_sampling_mode!r}"
-            )
+    mode = args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else "token_mask"
+    if args.loss_type == "vespo" and mode not in ("token_truncate", "token_mask"):  # TRL checks it with use_vllm only
+        raise ConfigError(
+            f'loss_type="vespo" needs vllm_importance_sampling_mode "token_truncate" or "token_mask", got "{mode}"'
+        )
     if processes > 1 and isinstance(engine, Engine):
         raise ConfigError(
             f"this run has {processes} processes, and one engine serves them all: pass a function that makes it, such "

@@ -9,6 +9,7 @@ model for each; there the rows of the chunk are in force.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -29,9 +30,9 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
     `engine` is an engine of `router_replay.engines` that samples the completions, or a function that makes it, which is
     called in the first process only. Without one, TRL generates itself, and R3 needs a `rollout_func` that returns
     `routes`, one Routes per sequence. `on_missing` says what happens to a token whose experts are not known: "raise"
-    raises ReplayError, "live" lets the router choose. `seeded` draws a seed for each request from `args.seed`; an SGLang
-    server without deterministic inference needs False. `weights` is a folder that trainer and engine can both read, for
-    an engine on another machine. All other arguments are those of GRPOTrainer.
+    raises ReplayError, "live" lets the router choose. `seeded` draws a seed for each request from `args.seed`; an
+    SGLang server without deterministic inference needs False. `weights` is a folder that trainer and engine can both
+    read, for an engine on another machine. All other arguments are those of GRPOTrainer.
     """
 
     def __init__(
@@ -255,7 +256,9 @@ def _attention(batch: Mapping[str, Any]) -> torch.Tensor:
 
 def _active_adapters(model: Any) -> tuple[str, ...]:
     """Return the PEFT adapters in force; none for a model without them, or inside `disable_adapter`."""
-    for module in model.modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer with an adapter
-            return () if module.disable_adapters else tuple(module.active_adapters)
-    return ()
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
+    return () if layer is None or layer.disable_adapters else tuple(layer.active_adapters)
