@@ -70,7 +70,8 @@ def train(replay: str, engine: str, steps: int, output: str, **settings: object)
         "lr_scheduler_type": "constant",
         "router_aux_loss_coef": 0.0,  # it counts the live choice, not the replayed one
         "model_init_kwargs": {"dtype": "float32"},
-        "bf16": False,
+        "bf16": True,  # the passes compute in bfloat16, as the engine does
+        "use_cpu": not torch.cuda.is_available(),
         "report_to": "none",
         "save_strategy": "no",
         "seed": 0,

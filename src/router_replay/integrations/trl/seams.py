@@ -38,10 +38,18 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_GENERATION}.sync_weights": ("self",),
     f"{_GENERATION}.generate": ("self", "prompts", "images", "num_generations", "profiler"),
 }
-# The names that the code of a method must mention: what it reads of the trainer, and what the batch dict holds.
+# What the code of a method must contain: the names that it reads or returns, and the order of results and of chunks.
 MENTIONS: dict[str, tuple[str, ...]] = {
     f"{_TRAINER}._generate_single_turn": ("vllm_generation", "sync_weights", "_last_loaded_step", "num_generations"),
-    f"{_TRAINER}._generate": ("rollout_func", "env_mask", "extra_fields"),
+    f"{_TRAINER}._generate": (
+        "rollout_func",
+        "env_mask",
+        "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields",
+    ),
+    f"{_TRAINER}._get_per_token_logps_and_entropies": (
+        "range(0, input_ids.size(0), batch_size)",
+        "model(**model_inputs",
+    ),
     f"{_TRAINER}._generate_and_score_completions": (
         "prompt_mask",
         "completion_mask",
