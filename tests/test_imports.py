@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "gateway": {"wire", "stitch", "batch", "engines"},
     "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
+    "integrations": {"stitch", "batch", "measure", "replay", "engines", "rl"},
     "recipes": {"rl", "report"},
     "cli": {"families", "wire", "engines", "gateway", "report", "rl", "recipes"},
 }

@@ -1,0 +1,1 @@
+"""Puts replay into the trainers of other projects; one package per host."""

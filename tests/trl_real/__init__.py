@@ -1,0 +1,1 @@
+"""Tests with the real TRL on the CPU: `make test-trl`."""
