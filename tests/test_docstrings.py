@@ -14,7 +14,13 @@ import pytest
 # The packages whose `__all__` users import from, and the modules that docs/api shows besides.
 PUBLIC = (
     *("router_replay", "router_replay.batch", "router_replay.engines", "router_replay.families"),
-    *("router_replay.forward", "router_replay.measure", "router_replay.replay", "router_replay.report"),
+    *(
+        "router_replay.forward",
+        "router_replay.measure",
+        "router_replay.recording",
+        "router_replay.replay",
+        "router_replay.report",
+    ),
     *("router_replay.replay.megatron",),
     *("router_replay.stitch", "router_replay.wire"),
 )
