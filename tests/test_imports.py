@@ -25,13 +25,14 @@ ALLOWED: dict[str, set[str]] = {
     "stitch": set(),
     "batch": set(),
     "measure": {"kernel"},
+    "recording": {"wire", "batch"},
     "report": set(),
     "replay": {"families", "batch"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
-    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "rl": {"wire", "recording", "stitch", "batch", "measure", "replay", "forward", "engines"},
     "recipes": {"rl", "report"},
-    "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
+    "cli": {"families", "recording", "measure", "engines", "report", "rl", "recipes"},
 }
 
 
@@ -91,7 +92,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "measure", "batch", "families"])
+@pytest.mark.parametrize("module", ["routes", "wire", "stitch", "measure", "batch", "recording", "families"])
 def test_no_torch_where_only_bytes_move(module: str) -> None:
     code = f"import sys, router_replay.{module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     assert run(code).split() == ["False", "False"]
