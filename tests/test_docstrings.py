@@ -28,7 +28,7 @@ SHOWN = (
     *("router_replay.engines.prefill_decode", "router_replay.engines.vllm.weights", "router_replay.errors"),
     *("router_replay.replay.megatron.recorded", "router_replay.batch.megatron"),
     *("router_replay.replay.replayer", "router_replay.replay.stats", "router_replay.rl.environments.base"),
-    *("router_replay.rl.policy.losses",),
+    *("router_replay.rl.policy.losses", "router_replay.verify.run", "router_replay.verify.verdict"),
 )
 
 

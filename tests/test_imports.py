@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "rl": {"wire", "recording", "stitch", "batch", "measure", "replay", "forward", "engines"},
     "recipes": {"rl", "report"},
-    "cli": {"families", "recording", "measure", "engines", "report", "rl", "recipes"},
+    "verify": {"recording", "stitch", "batch", "measure", "replay", "forward", "engines", "rl"},
+    "cli": {"families", "verify", "batch", "recording", "measure", "engines", "report", "rl", "recipes"},
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from router_replay import __version__
 from router_replay.cli import main
 
-COMMANDS = ("families", "inspect", "serve", "make-model", "train", "demo", "report")
+COMMANDS = ("families", "inspect", "serve", "make-model", "train", "demo", "report", "verify")
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "vllm")
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from router_replay import __version__
-from router_replay.cli import demo, inspect, make_model, report, train
+from router_replay.cli import demo, inspect, make_model, report, train, verify
 from router_replay.errors import RouterReplayError
 
 EXTRAS = ("torch", "transformers", "pydantic", "rich")  # what a bare installation may lack
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add(commands)
     demo.add(commands)
     report.add(commands)
+    verify.add(commands)
     chosen, rest = parser.parse_known_args(arguments)
     if rest and chosen.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

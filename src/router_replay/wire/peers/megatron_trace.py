@@ -37,7 +37,8 @@ def from_megatron_trace(text: str | bytes, spec: RouterSpec) -> dict[int, Routes
     follow each other. Raises WireError with the line if the trace is not one, or does not fit the model.
     """
     steps: dict[int, dict[int, list[np.ndarray]]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    lines: list[Any] = [*text.splitlines()]
+    for number, line in enumerate(lines, 1):
         if line.strip():
             one = _parsed(line, number)
             if one.block == "decoder":
