@@ -140,6 +140,41 @@ def test_the_engine_of_another_checkpoint_is_named_by_against(
     assert "the suspected checkpoint" in named.finding.cause
 
 
+def test_an_engine_with_fp8_weights_is_not_accused(model: str) -> None:
+    """Its rows differ several times as much as those of a bfloat16 engine, and they are its own."""
+    from transformers import AutoModelForCausalLM
+
+    from router_replay.engines import EmbeddedEngine
+    from router_replay.rl.weights.fp8 import fp8_rounded
+
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    for name, weight in rounded.named_parameters():
+        if weight.ndim > 1 and "layers" in name:
+            weight.data.copy_(fp8_rounded(weight.data))
+    prompts, _ = read_prompts(None, pathlib.Path(model), seed=0)
+    with EmbeddedEngine(rounded) as engine:
+        found = verify(generate(engine, prompts[:8], 12), model, "test", device="cpu")
+    assert found.finding is None
+    assert found.disagree > 2 * found.expected
+
+
+def test_a_router_that_is_wrong_in_one_layer_is_found_there() -> None:
+    """Every later layer sees other inputs and disagrees too; replay takes that away."""
+    from transformers import AutoModelForCausalLM
+
+    from router_replay.engines import EmbeddedEngine
+    from router_replay.rl.config import tiny_folder
+
+    wrong = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.bfloat16)
+    wrong.model.layers[2].mlp.gate.weight.data.neg_()
+    prompts, _ = read_prompts(None, tiny_folder(), seed=0)
+    with EmbeddedEngine(wrong) as engine:
+        found = verify(generate(engine, prompts[:8], 12), "tiny", "test", device="cpu")
+    assert found.finding is not None
+    assert (found.finding.fault, found.finding.detail) == ("one-layer", "only layer 2 out of line")
+    assert found.per_layer[0] < 0.2 < found.per_layer[9]
+
+
 def test_rows_that_bear_loss_and_are_missing_are_a_fault(model: str, samples: list[Sample]) -> None:
     sample = samples[0]
     assert sample.routes is not None

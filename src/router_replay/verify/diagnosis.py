@@ -62,11 +62,10 @@ def _unexplained(evidence: Evidence, followed: np.ndarray | None) -> Finding:
     if followed is not None and 0 < (low := followed < np.median(followed) - OUT_OF_LINE).sum() <= layers / 4:
         few = low
     if 0 < few.sum() <= layers / 4:
-        names = shorten(np.array(evidence.spec.layers)[few].tolist(), 8)
         return Finding(
             "one-layer",
             "an expert-parallel bug, or a kernel of its own, in the router of this layer",
-            f"only layers {names} are out of line",
+            f"only {_layers(evidence, few)} out of line",
         )
     columns = evidence.region[1]
     left = float(evidence.overlap[_wholly_suspect(evidence)][:, columns].mean())
@@ -92,8 +91,10 @@ def _wholly_suspect(evidence: Evidence) -> np.ndarray:
 
 
 def _where(evidence: Evidence) -> str:
-    """Say which part of the rows is affected, if it is not all."""
-    suspect = evidence.suspect_rows
+    """Say which layers or rows are affected, if these are not all."""
+    suspect, layers = evidence.suspect_rows, evidence.region[1]
+    if not layers.all():
+        return f"; in {_layers(evidence, layers)} only"
     if not suspect.any() or suspect.mean() > 0.9:
         return ""
     by_version = {int(v): float(suspect[evidence.versions == v].mean()) for v in np.unique(evidence.versions)}
@@ -102,6 +103,11 @@ def _where(evidence: Evidence) -> str:
         return f"; in the rows of policy version {shorten(bad)}"
     numbers = np.unique(evidence.sequences[suspect]).tolist()
     return f"; in {int(suspect.sum())} of {len(suspect)} rows, of sequences {shorten(numbers)}"
+
+
+def _layers(evidence: Evidence, mask: np.ndarray) -> str:
+    names = np.array(evidence.spec.layers)[mask].tolist()
+    return f"{'layer' if len(names) == 1 else 'layers'} {shorten(names, 8)}"
 
 
 def nearer_precision(evidence: Evidence) -> str | None:
