@@ -16,14 +16,14 @@ PUBLIC = (
     *("router_replay", "router_replay.batch", "router_replay.engines", "router_replay.families"),
     *("router_replay.forward", "router_replay.measure", "router_replay.replay", "router_replay.report"),
     *("router_replay.replay.megatron", "router_replay.gateway"),
-    *("router_replay.stitch", "router_replay.store", "router_replay.wire"),
+    *("router_replay.stitch", "router_replay.store", "router_replay.wire", "router_replay.recording"),
 )
 SHOWN = (
     *("router_replay.engines.prefill_decode", "router_replay.engines.vllm.weights", "router_replay.errors"),
     *("router_replay.replay.megatron.recorded", "router_replay.batch.megatron"),
     *("router_replay.replay.follow", "router_replay.store.types"),
     *("router_replay.replay.replayer", "router_replay.replay.stats", "router_replay.rl.environments.base"),
-    *("router_replay.rl.policy.losses",),
+    *("router_replay.rl.policy.losses", "router_replay.verify.run", "router_replay.verify.verdict"),
 )
 
 

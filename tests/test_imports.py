@@ -26,15 +26,17 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"wire"},
     "batch": set(),
     "measure": {"kernel"},
+    "recording": {"wire", "batch"},
     "report": set(),
     "replay": {"families", "batch", "store"},
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "gateway": {"wire", "stitch", "batch", "engines"},
-    "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
+    "rl": {"wire", "recording", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
     "integrations": {"stitch", "batch", "measure", "replay", "engines", "rl"},
     "recipes": {"rl", "report"},
-    "cli": {"families", "wire", "engines", "gateway", "report", "rl", "recipes"},
+    "verify": {"recording", "stitch", "batch", "measure", "replay", "forward", "engines", "rl"},
+    "cli": {"families", "verify", "batch", "recording", "measure", "engines", "gateway", "report", "rl", "recipes"},
 }
 
 
@@ -94,7 +96,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-MODULES = ["routes", "wire", "stitch", "store", "measure", "batch", "families", "gateway.server"]
+MODULES = ["routes", "wire", "stitch", "store", "measure", "batch", "families", "recording", "gateway.server"]
 
 
 @pytest.mark.parametrize("module", MODULES)

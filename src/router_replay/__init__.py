@@ -24,7 +24,7 @@ _HOMES = {
     "logprobs": "router_replay.forward",
     "RouterReplayError": "router_replay.errors",
 }
-_MODULES = ("engines", "measure", "wire")
+_MODULES = ("engines", "measure", "recording", "wire")
 
 __all__ = [
     "Batch",
@@ -40,12 +40,14 @@ __all__ = [
     "logprobs",
     "measure",
     "pack",
+    "recording",
     "wire",
 ]
 
 if TYPE_CHECKING:
     from router_replay import engines as engines
     from router_replay import measure as measure
+    from router_replay import recording as recording
     from router_replay import wire as wire
     from router_replay.batch import Batch as Batch
     from router_replay.batch import Sample as Sample

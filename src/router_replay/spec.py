@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,6 +79,12 @@ class RouterSpec:
     def row_bytes(self) -> int:
         """The bytes of one row in memory: 384 for 48 layers with 8 of 128 experts."""
         return len(self.layers) * self.top_k * self.dtype.itemsize
+
+    @property
+    def bound_bits(self) -> float:
+        """The information of one row in bits: log2 of the number of its choices; 1,938 for 48 layers of 8 of 128."""
+        choices = math.perm if self.ordered else math.comb
+        return len(self.layers) * math.log2(choices(self.num_experts, self.top_k))
 
     @property
     def engine_layers(self) -> int:

@@ -6,16 +6,13 @@ import pathlib
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from router_replay import RouterSpec, Routes, __version__, wire
+from router_replay import __version__
 from router_replay.cli import main
-from tests.makers import random_ids
 
-COMMANDS = ("families", "inspect", "serve", "gateway", "make-model", "train", "demo", "report")
+COMMANDS = ("families", "inspect", "serve", "gateway", "make-model", "train", "demo", "report", "verify")
 HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "vllm")
-SPEC = RouterSpec(num_experts=16, top_k=2, layers=(0, 2))
 
 
 def in_process(code: str) -> subprocess.CompletedProcess[str]:
@@ -148,33 +145,7 @@ def test_another_import_that_fails_keeps_its_traceback(monkeypatch: pytest.Monke
         main(["train", "--dry-run"])
 
 
-# -- inspect and families ----------------------------------------------------------------------------
-
-
-def test_inspect_shows_what_a_file_of_routes_holds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    captured = np.arange(6) != 4
-    routes = Routes(random_ids(6, SPEC), SPEC, captured=captured, versions=np.array([3, 3, 3, 7, 7, 7]))
-    file = tmp_path / "routes.bin"
-    file.write_bytes(wire.encode(routes, codec="sets", token_ids=range(16), start=10))
-    assert main(["inspect", str(file)]) == 0
-    size, spec, first, second, digest = capsys.readouterr().out.splitlines()
-    assert size == f"{file.stat().st_size:,} bytes, codec sets, rows 10 to 16, 5 captured"
-    assert spec == "2 of 16 experts in 2 layers: (0, 2)"
-    assert (first, second) == ("rows 10 to 13: policy version 3", "rows 13 to 16: policy version 7")
-    assert digest == "token digest: yes"
-
-
-def test_inspect_refuses_a_damaged_file_with_status_1(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blob = bytearray(wire.encode(Routes(random_ids(6, SPEC), SPEC), codec="dense"))
-    blob[-1] ^= 1
-    file = tmp_path / "routes.bin"
-    file.write_bytes(blob)
-    assert main(["inspect", str(file)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
+# -- families ------------------------------------------------------------------------------------------
 
 
 def test_families_prints_a_row_for_every_family(capsys: pytest.CaptureFixture[str]) -> None:

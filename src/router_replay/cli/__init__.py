@@ -6,12 +6,11 @@ Exit codes: 0 for success, 1 for an error that is printed as one message, 2 for 
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from router_replay import __version__
-from router_replay.cli import demo, gateway, make_model, report, train
+from router_replay.cli import demo, gateway, inspect, make_model, report, train, verify
 from router_replay.errors import RouterReplayError
 
 EXTRAS = ("torch", "transformers", "pydantic", "rich", "aiohttp")  # what a bare installation may lack
@@ -24,9 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     families = commands.add_parser("families", help="print which transformers MoE families can be replayed, and how")
     families.set_defaults(run=_families)
-    inspect = commands.add_parser("inspect", help="print what a file of encoded routes holds")
-    inspect.add_argument("file", type=pathlib.Path, help="a file with the bytes of router_replay.wire.encode")
-    inspect.set_defaults(run=_inspect)
+    inspect.add(commands)
     serve = commands.add_parser(
         "serve",
         help="start vLLM's own OpenAI server with capture and forced routing",
@@ -46,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add(commands)
     demo.add(commands)
     report.add(commands)
+    verify.add(commands)
     chosen, rest = parser.parse_known_args(arguments)
     if rest and chosen.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -87,18 +85,3 @@ def _serve(chosen: argparse.Namespace) -> int:
     from router_replay.engines.vllm.serve import serve
 
     return serve(chosen.model, chosen.rest, chosen.api_key_env)
-
-
-def _inspect(chosen: argparse.Namespace) -> int:
-    from router_replay import wire
-
-    blob = chosen.file.read_bytes()
-    header, routes = wire.read_header(blob), wire.decode(blob)
-    spec = header.spec
-    known, first = int(routes.captured.sum()), header.start
-    print(f"{len(blob):,} bytes, codec {header.codec}, rows {first} to {first + header.rows}, {known} captured")
-    print(f"{spec.top_k} of {spec.num_experts} experts in {len(spec.layers)} layers: {spec.layers}")
-    for start, end, version in routes.version_runs or ():
-        print(f"rows {first + start} to {first + end}: policy version {version}")
-    print("token digest: " + ("yes" if header.has_token_digest else "no"))
-    return 0

@@ -22,6 +22,7 @@ from router_replay.wire.envelope import Header
 from router_replay.wire.peers import (
     from_dynamo,
     from_megatron,
+    from_megatron_trace,
     from_nemo,
     from_prime_rl,
     from_sglang,
@@ -40,6 +41,7 @@ from router_replay.wire.seekable import Reader
 
 __all__ = ["Header", "Reader", "decode", "encode", "peer_start", "read_header"]
 __all__ += ["from_dynamo", "from_megatron", "from_nemo", "from_prime_rl", "from_sglang", "from_skyrl", "from_vllm"]
+__all__ += ["from_megatron_trace"]
 __all__ += ["to_dynamo", "to_megatron", "to_nemo", "to_prime_rl", "to_sglang", "to_skyrl", "to_vllm"]
 
 

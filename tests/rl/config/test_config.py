@@ -190,12 +190,12 @@ def test_all_settings_are_printed() -> None:
     config = load_config(None, ["engine.arguments={a = 1, 'b c' = [true]}"])
     printed = to_toml(config)
     assert printed.startswith(
-        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nengines = []\n\n[model]\n'
-        'path = "tiny"\n'
+        'replay = "r3"\nloop = "sync"\nseed = 0\nsteps = 20\noutput = "out/run"\nrecord = ""\nengines = []\n\n'
+        '[model]\npath = "tiny"\n'
     )
     assert 'arguments = {a = 1, "b c" = [true]}\n' in printed
     names = [name for _, block in TrainConfig() if isinstance(block, Block) for name in type(block).model_fields]
-    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][6:] == names
+    assert [line.split(" = ")[0] for line in printed.splitlines() if " = " in line][7:] == names
 
 
 def test_several_engines_are_printed_as_tables_in_place_of_the_one(tmp_path: pathlib.Path) -> None:

@@ -76,7 +76,7 @@ def test_damage_is_named_with_the_file_and_the_episode(tmp_path: pathlib.Path) -
     with pytest.raises(TrainError, match=r"step_000010\.bin: episode 1 cannot be read \(its checksum is wrong\)"):
         read(tmp_path, 10, 9, SPEC)
     path.write_bytes(b"something else")
-    with pytest.raises(TrainError, match="does not begin with the line of a journal"):
+    with pytest.raises(TrainError, match="does not begin with the line 'router-replay journal 1'"):
         read(tmp_path, 10, 9, SPEC)
 
 

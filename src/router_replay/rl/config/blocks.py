@@ -232,6 +232,8 @@ class RolloutConfig(Block):
     on_missing: Literal["raise", "live"] = "raise"
     """what to do with a row that bears loss and was not captured: `"raise"` an error, or route it `"live"` and count
     it"""
+    replay_from: str = ""
+    """a file that `record` wrote: its trajectories are trained on again, step by step, and no engine is started"""
 
     def turns_of(self, task: Any) -> int:
         """Return the maximum number of turns of an episode of this task (or task class)."""
@@ -446,6 +448,9 @@ class TrainConfig(Block):
     """the number of training steps; each one is a rollout, an update and a weight sync"""
     output: Annotated[pathlib.Path, Field(strict=False)] = pathlib.Path("out/run")
     """the folder for metrics and checkpoints"""
+    record: str = ""
+    """a file to which the trajectories of each step are appended, for `rollout.replay_from` and `router-replay
+    inspect`. Empty: nothing is recorded"""
     engines: list[EngineConfig] = Field(default_factory=list)
     """several engines that work as one: a table `[[engines]]` for each, with the settings of `[engine]`, which must
     then be left out"""

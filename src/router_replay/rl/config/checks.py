@@ -35,6 +35,7 @@ def check_config(config: TrainConfig, world_size: int) -> list[str]:
         *_refused_losses(config),
         *_refused_asynchronous(config),
         *_refused_evaluation(config),
+        *_refused_recording(config),
         *_refused_sizes(config, world_size),
         *_refused_with_megatron(config, world_size),
         *_refused_absences(config),
@@ -158,6 +159,29 @@ def _refused_evaluation(config: TrainConfig) -> Iterator[str]:
         yield (
             f'evaluation.file with environment.kind = "{kind}", which reads no file: it takes problems of another '
             "seed; leave it out"
+        )
+
+
+def _refused_recording(config: TrainConfig) -> Iterator[str]:
+    source = config.rollout.replay_from
+    if not source:
+        return
+    place = f'rollout.replay_from = "{source}"'
+    if not pathlib.Path(source).is_file():
+        yield f"{place}: there is no such file; give the file that a run with `record` wrote"
+    if config.record:
+        yield f"{place} with record: the trajectories are in that file already; leave record out"
+    if config.evaluation.every:
+        yield f"{place} with evaluation.every: there is no engine that could play evaluations; leave one of them out"
+    if config.loop == "async":
+        yield (
+            f'{place} with loop = "async": recorded episodes have no engine that plays beside the trainer; set '
+            'loop = "sync", which trains on the recorded steps in their order'
+        )
+    if config.cluster.kind == "ray":
+        yield (
+            f'{place} with cluster.kind = "ray", which reserves a place for engines that would never start; set '
+            '"processes", and start several with torchrun'
         )
 
 

@@ -37,6 +37,7 @@ from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.order import Follower, Order, Recorder
 from router_replay.rl.rollout.player import Keep
 from router_replay.rl.rollout.prompt_lengths import check_prompt_lengths
+from router_replay.rl.rollout.recorded import RecordedSteps, TrajectoryRecorder
 from router_replay.rl.rollout.stream import RolloutStream
 from router_replay.rl.state import checkpoints
 from router_replay.rl.state.checkpoints import Progress
@@ -63,7 +64,7 @@ class FirstRank:
         self._config = config
         self._rollout: Rollout | None = None
         self._stream: RolloutStream | None = None  # with loop = "async"
-        self._taken: list[Episode] = []  # of the running step, from the stream
+        self._taken: list[Episode] = []  # of the running step, from the stream or a recording
         self._keep: Keep | None = None  # with Ray, the rows of finished episodes are in its object store
         self._lengths: list[int] = []  # of the sequences of the running step
         self._evaluated: dict[str, float] = {}  # what an evaluation measured, for the next line of metrics
@@ -72,6 +73,10 @@ class FirstRank:
         self._evaluation_task = evaluation_task(config, tokenizer) if config.evaluation.every else None
         self._evaluations: EvaluationLog | None = None
         self._saved = _saved_rollouts(config, progress)
+        self._recorded = RecordedSteps(config) if config.rollout.replay_from else None
+        self._recorder = (
+            TrajectoryRecorder(config, progress.step, resumed=checkpoint is not None) if config.record else None
+        )
         self.record, changes = record_of(config, self._task, checkpoint, progress.step)
         for text in [*notes, *changes]:
             note(text)
@@ -87,7 +92,8 @@ class FirstRank:
     ) -> None:
         """Open the metrics and start the engine with the weights of `state`. `closing` closes both.
 
-        With `loop = "async"` rollouts start too; `on_turn` is called after each of their turns.
+        With `loop = "async"` rollouts start too; `on_turn` is called after each of their turns. With
+        `rollout.replay_from` there is no engine.
         """
         config, self._policy, self._display = self._config, policy, display
         self._speed = Speed(config, policy)
@@ -95,6 +101,11 @@ class FirstRank:
             MetricsWriter(config.output, config.logging, self.record.for_config_file(), done=progress.step)
         )
         closing.callback(getattr(self._task, "close", lambda: None))
+        if self._recorder is not None:
+            closing.callback(self._recorder.close)
+        if self._recorded is not None:
+            self._recorded.refuse_other_model(policy.spec)
+            return
         self._sync = EngineSet(config, policy.model, policy.router_names)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
@@ -147,8 +158,18 @@ class FirstRank:
 
     def play(self, progress: Progress, ranks: Ranks, phases: Phases) -> list[Episode]:
         """Play this step's problems and return the rollouts with their rewards."""
+        episodes = self._play(progress, ranks, phases)
+        if self._recorder is not None:
+            self._recorder.write(progress.step, episodes)
+        return episodes
+
+    def _play(self, progress: Progress, ranks: Ranks, phases: Phases) -> list[Episode]:
         config, first = self._config, progress.problem
         self._rollout = None  # the rollouts of the last step were already used
+        if self._recorded is not None:
+            with phases.phase("rollout"):
+                self._taken = self._recorded.episodes(progress.step)
+            return self._taken
         if self._stream is not None:
             with phases.phase("rollout"):
                 self._taken = self._stream.take(progress.version)
@@ -177,7 +198,8 @@ class FirstRank:
     def plan(self, episodes: list[Episode], progress: Progress, ranks: Ranks) -> list[list[MiniBatch]]:
         """Compute advantages and mini-batches, and return the share of every rank."""
         config = self._config
-        wanted = config.replay == "r3" or (config.trainer.agreement and self.engine.capabilities.routes)
+        known = self._recorded.has_routes if self._recorded is not None else self.engine.capabilities.routes
+        wanted = config.replay == "r3" or (config.trainer.agreement and known)
         samples, numbers = samples_of(episodes, config, wanted)
         self._lengths = [len(sample) for sample in samples]
         parts = delivery.split(samples, numbers, config.optimizer.mini_batches, (config.seed, progress.step))
@@ -188,7 +210,9 @@ class FirstRank:
         )
 
     def push(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Give the engine the new weights."""
+        """Give the engine, if there is one, the new weights."""
+        if self._recorded is not None:
+            return
         if self._stream is None:
             self._sync.push(self.engine, state, version)
         else:

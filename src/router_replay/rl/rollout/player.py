@@ -40,7 +40,7 @@ class Episode:
 
     `number` counts the episodes of a step, `group` its problems; `problem` is the number of the problem in the task.
     `prompt` is the next prompt. There are several `trajectories` if the environment rewrote its history. An episode
-    whose rows were put away, or that was read from the journal, has Samples in their place.
+    whose rows were put away, or that was read from a file, has Samples in their place.
     """
 
     number: int

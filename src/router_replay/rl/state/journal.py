@@ -6,43 +6,32 @@
 A segment, `journal/step_000010.bin`, starts with the episodes that were finished and not trained at its checkpoint, and
 goes on with those that finished later. `read` returns the episodes of a checkpoint's segment and of all later ones.
 
-    b"router-replay journal 1\\n", then for each episode: length (uint32), CRC-32 (uint32), msgpack
-
-An episode reaches the operating system when `add` returns, so a killed process loses none. A power failure can lose
-what finished since the last checkpoint. A record that reaches beyond the end of its segment was cut off by a kill and
-is ignored. A wrong checksum is an error.
+The framing is that of `framed_file.py`, with an episode in msgpack as the payload of a record. An episode reaches the
+operating system when `add` returns, so a killed process loses none. A power failure can lose what finished since the
+last checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
-import struct
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
-from router_replay import wire
 from router_replay.batch import Sample
 from router_replay.errors import RouterReplayError, TrainError
+from router_replay.framed_file import framed, read_frames
+from router_replay.recording.sequence import Sequence
 from router_replay.rl.rollout.player import Episode, Keep
 from router_replay.spec import RouterSpec
 
 FOLDER = "journal"
 MAGIC = b"router-replay journal 1\n"
-HEAD = struct.Struct("<II")
-
-
-class _Sequence(msgspec.Struct, frozen=True, array_like=True):
-    token_ids: bytes
-    logprobs: bytes
-    loss_mask: bytes
-    versions: bytes
-    routes: bytes
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +42,7 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     turns: int
     done: bool
-    sequences: list[_Sequence]
+    sequences: list[Sequence]
 
 
 class Journal:
@@ -75,7 +64,7 @@ class Journal:
             file = beside.open("wb")
             file.write(MAGIC)
             for member, size, episode in episodes:
-                file.write(_framed(_encoded(episode, member, size)))
+                file.write(framed(_encoded(episode, member, size)))
             file.flush()
             os.fsync(file.fileno())
             beside.replace(final)
@@ -88,7 +77,7 @@ class Journal:
         """Append a finished episode, `member` of a group of `size` episodes."""
         assert self._file is not None, "begin comes first"
         try:
-            self._file.write(_framed(_encoded(episode, member, size)))
+            self._file.write(framed(_encoded(episode, member, size)))
             self._file.flush()
         except OSError as error:
             raise TrainError(
@@ -146,27 +135,13 @@ def _name(step: int) -> str:
     return f"step_{step:06}.bin"
 
 
-def _framed(payload: bytes) -> bytes:
-    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _payloads(path: pathlib.Path) -> Iterable[bytes]:
+def _payloads(path: pathlib.Path) -> Iterator[bytes]:
     try:
-        data = memoryview(path.read_bytes())
+        with path.open("rb") as file:
+            for _, payload in read_frames(file, MAGIC, lambda number, reason: _damaged(path, number, reason)):
+                yield payload
     except OSError as error:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}") from error
-    if bytes(data[: len(MAGIC)]) != MAGIC:
-        raise _damaged(path, 0, "it does not begin with the line of a journal")
-    at, number = len(MAGIC), 0
-    while len(data) - at >= HEAD.size:
-        length, checksum = HEAD.unpack_from(data, at)
-        payload = data[at + HEAD.size : at + HEAD.size + length]
-        if len(payload) < length:
-            return  # the process was killed while it wrote this record
-        if zlib.crc32(payload) != checksum:
-            raise _damaged(path, number, "its checksum is wrong")
-        yield bytes(payload)
-        at, number = at + HEAD.size + length, number + 1
 
 
 def _damaged(path: pathlib.Path, number: int, reason: str) -> TrainError:
@@ -177,17 +152,7 @@ def _damaged(path: pathlib.Path, number: int, reason: str) -> TrainError:
 
 
 def _encoded(episode: Episode, member: int, size: int) -> bytes:
-    sequences = [
-        _Sequence(
-            np.asarray(one.token_ids, "<i8").tobytes(),
-            np.asarray(one.logprobs, "<f4").tobytes(),
-            np.asarray(one.loss_mask, "|b1").tobytes(),
-            np.asarray(one.versions, "<i8").tobytes(),
-            b"" if one.routes is None else bytes(wire.encode(one.routes.read(), codec="dense")),
-        )
-        for one in episode.trajectories
-        if len(one)
-    ]
+    sequences = [Sequence.of(one) for one in episode.trajectories if len(one)]
     record = _Record(
         episode.group, member, size, episode.problem, float(episode.reward), episode.turns, episode.done, sequences
     )
@@ -195,18 +160,7 @@ def _encoded(episode: Episode, member: int, size: int) -> bytes:
 
 
 def _decoded(record: _Record, version: int, spec: RouterSpec, keep: Keep | None) -> Episode:
-    trajectories: list[Sample] = []
-    for one in record.sequences:
-        versions = np.frombuffer(one.versions, "<i8")
-        rows = wire.decode(one.routes, spec=spec) if one.routes else None
-        sample = Sample(
-            np.frombuffer(one.token_ids, "<i8"),
-            np.frombuffer(one.logprobs, "<f4"),
-            np.frombuffer(one.loss_mask, "|b1"),
-            rows if rows is None or keep is None else keep(rows),
-            versions=np.where(versions > version, 2 * version - versions, versions),
-        )
-        trajectories.append(Sample.of(sample))
+    trajectories = [_aged(one.sample(spec), version, keep) for one in record.sequences]
     return Episode(
         record.member,
         record.group,
@@ -217,4 +171,14 @@ def _decoded(record: _Record, version: int, spec: RouterSpec, keep: Keep | None)
         reward=record.reward,
         turns=record.turns,
         done=record.done,
+    )
+
+
+def _aged(sample: Sample, version: int, keep: Keep | None) -> Sample:
+    """Return the sample with versions that `version` knows, and with its rows put away by `keep`."""
+    versions, rows = np.asarray(sample.versions), sample.routes
+    return dataclasses.replace(
+        sample,
+        routes=rows if rows is None or keep is None else keep(rows.read()),
+        versions=np.where(versions > version, 2 * version - versions, versions),
     )

@@ -1,8 +1,8 @@
 """The formats in which other projects send routes: `from_*` reads one, `to_*` writes it.
 
-Every format but Megatron's has a column for each decoder layer, as the engine returned them; dense layers hold zeros.
-Megatron's has columns for the routed layers alone. No format has policy versions. Only NeMo RL's can mark a row as
-missing.
+Every format but Megatron's two has a column for each decoder layer, as the engine returned them; dense layers hold
+zeros. Megatron's have columns for the routed layers alone; one is the answer of its server, the other its router trace.
+No format has policy versions. Only NeMo RL's can mark a row as missing.
 
 Reading is strict: it raises WireError with the name of the field, and never guesses a layout from a shape.
 
@@ -12,6 +12,7 @@ captured from 64 rows on.
 """
 
 from router_replay.wire.peers.megatron import from_megatron, to_megatron
+from router_replay.wire.peers.megatron_trace import from_megatron_trace
 from router_replay.wire.peers.nemo import from_nemo, to_nemo
 from router_replay.wire.peers.prime_rl import from_dynamo, from_prime_rl, peer_start, to_dynamo, to_prime_rl
 from router_replay.wire.peers.sglang import from_sglang, to_sglang
@@ -21,6 +22,7 @@ from router_replay.wire.peers.vllm import from_vllm, to_vllm
 __all__ = [
     "from_dynamo",
     "from_megatron",
+    "from_megatron_trace",
     "from_nemo",
     "from_prime_rl",
     "from_sglang",
