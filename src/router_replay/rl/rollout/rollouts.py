@@ -75,8 +75,10 @@ class Rollouts:
         self._figures, self._taken_at = StreamFigures(), time.perf_counter()
         self._evaluation: asyncio.Task[EvaluationResult] | None = None
         self._order, self._pool = order, pool
-        self._gate, self._news = asyncio.Event(), asyncio.Event()  # requests wait at the gate while weights change
+        self._news = asyncio.Event()
+        self._gate, self._second_gate = asyncio.Event(), asyncio.Event()  # requests wait while weights change
         self._gate.set()
+        self._second_gate.set()
         self._read_back(state, finished)
 
     # -- start and end ----------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class Rollouts:
         play = group.playing.get(member, Play())
         order, name = self._order, f"{group.number}.{member}"
         for attempt in range(1 << 30):
-            await self._gate.wait()
+            await (self._gate if episode.sampled_tokens else self._second_gate).wait()
             await order.turn(name)
             if group.dropped:
                 break
@@ -365,6 +367,7 @@ class Rollouts:
             self._figures.evaluation_waited = time.perf_counter() - started
         await self._order.turn(TRAINER)
         self._gate.clear()
+        self._second_gate.clear()
         self._epoch += 1
         self._figures.queue_seconds = [self._taken_at - group.ready_at for group in self._taken]
         self.ledger.trained += sum(group.size for group in self._taken)
@@ -386,6 +389,9 @@ class Rollouts:
         self._version = version
         self._gate.set()
         self._order.did("version", version=version, admit=self._fill())
+        # Answers in progress go first: a queue of new ones before them would make them older and leave more half done.
+        await asyncio.sleep(0)
+        self._second_gate.set()
 
     # -- evaluation -------------------------------------------------------------------------------
 
