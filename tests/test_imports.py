@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "forward": {"families", "batch"},
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "rl": {"wire", "stitch", "batch", "measure", "replay", "forward", "engines"},
+    "integrations": {"families", "replay"},
     "recipes": {"rl", "report"},
     "cli": {"families", "wire", "engines", "report", "rl", "recipes"},
 }

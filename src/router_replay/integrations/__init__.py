@@ -1,0 +1,1 @@
+"""Replay inside the trainers of other projects."""
