@@ -36,7 +36,9 @@ class PlatformCPU(PlatformBase):
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = types.SimpleNamespace(
+        Stream=torch.cpu.Stream,
         current_device=lambda: CPU,
+        current_stream=torch.cpu.current_stream,
         device_count=lambda: 1,
         empty_cache=nothing,
         get_device_name=lambda *_: "CPU",
@@ -49,6 +51,7 @@ class PlatformCPU(PlatformBase):
         memory_reserved=zero,
         set_device=nothing,
         set_rng_state=torch.set_rng_state,
+        stream=torch.cpu.stream,
         synchronize=nothing,
     )
 

@@ -93,6 +93,11 @@ def batch_of(outputs: list[AgentLoopOutput], **settings: Any) -> Any:
         fields[-1]["advantages"] = torch.linspace(-1, 2, len(one["responses"]))
         fields[-1]["old_log_probs"] = torch.zeros(len(one["responses"]))
     data = tu.list_of_dict_to_tensordict(fields)
+    for name in (
+        "input_ids",
+        "position_ids",
+    ):  # sequences of one length are stacked, and verl's engine needs them nested
+        data[name] = torch.nested.as_nested_tensor([one[name] for one in fields], layout=torch.jagged)
     tu.assign_non_tensor(data, **{"temperature": 1.0, "max_token_len_per_gpu": 20, "global_batch_size": 4, **settings})
     return data
 
@@ -105,8 +110,8 @@ def engine(model: str, mode: str = "R3", strategy: str = "fsdp", **settings: Any
     model_config = HFModelConfig(path=model, load_tokenizer=False, override_config=attention, **of_model)
     engine_config = FSDPEngineConfig(
         strategy=strategy,
-        router_replay=EngineRouterReplayConfig(mode=mode),
-        mixed_precision=FP32,
+        router_replay=settings.pop("router_replay", EngineRouterReplayConfig(mode=mode)),
+        mixed_precision=settings.pop("mixed_precision", FP32),
         use_torch_compile=False,
         **settings,
     )
@@ -135,8 +140,9 @@ def start(folder: pathlib.Path, rank: int = 0, world: int = 1) -> None:
 def loss_of(model_output: Any, data: Any, dp_group: Any = None) -> Any:
     """-sum of advantage x log-prob over the tokens of the response, over all ranks, whose gradients FSDP averages."""
     found = response_from_nested(model_output["log_probs"], data["response_mask"])
-    each = found.values() * data["advantages"].values() * data["response_mask"].values()
-    return -each.sum() * data["dp_size"], {}
+    parts = (one.unbind() for one in (found, data["advantages"], data["response_mask"]))
+    each = [logprob * advantage * mask for logprob, advantage, mask in zip(*parts, strict=True)]
+    return -torch.cat(each).sum() * data["dp_size"], {}
 
 
 def weights(module: Any) -> dict[str, Tensor]:

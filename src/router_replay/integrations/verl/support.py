@@ -32,52 +32,53 @@ def wrong_version() -> str | None:
 
 
 def guard(fsdp_engine: type) -> None:
-    """Let `fsdp_engine`, the base class of all of verl's FSDP engines, refuse to start where replay cannot work.
+    """Let `fsdp_engine`, the base class of all of verl's FSDP engines, refuse to be made where replay cannot work.
 
     Without this, verl's own engines ignore `router_replay.mode` and train with live routing.
     """
-    build = fsdp_engine.initialize  # type: ignore[attr-defined]
+    make = fsdp_engine.__init__  # type: ignore[misc]
 
-    @functools.wraps(build)
-    def initialize(engine: Any) -> None:
-        mode = mode_of(engine.engine_config)
-        if mode != "disabled" and (why := why_not(engine)) is not None:
+    @functools.wraps(make)
+    def checked(engine: Any, model_config: Any, engine_config: Any, *others: Any, **named: Any) -> None:
+        mode = mode_of(engine_config)
+        if mode != "disabled" and (why := why_not(engine, model_config, engine_config)) is not None:
             raise ReplayError(f"router_replay.mode={mode} cannot work here: {why}")
-        build(engine)
+        make(engine, model_config, engine_config, *others, **named)
 
-    fsdp_engine.initialize = initialize  # type: ignore[attr-defined]
+    fsdp_engine.__init__ = checked  # type: ignore[misc]
 
 
-def why_not(engine: Any) -> str | None:
-    """Return why the verl engine `engine` cannot replay, or None if it can. Nothing is built yet."""
+def why_not(engine: Any, model_config: Any, engine_config: Any) -> str | None:
+    """Return why `engine`, which is not initialized yet, cannot replay with its two configs, or None if it can."""
     if (why := wrong_version()) is not None:
         return why
     from router_replay.integrations.verl.engine import FSDPEngineWithRouterReplay
 
-    config = engine.engine_config
-    if config.strategy not in ("fsdp", "fsdp2"):
-        return f"strategy={config.strategy} builds and shards the experts in its own way; use fsdp or fsdp2"
-    if engine.model_config.model_type != "language_model":
-        return f"a {engine.model_config.model_type} has no recorded routes; set it for the actor only"
+    if engine_config.strategy not in ("fsdp", "fsdp2"):
+        return f"strategy={engine_config.strategy} builds and shards experts in its own way; use fsdp or fsdp2"
+    if model_config.model_type != "language_model":
+        return f"a {model_config.model_type} has no recorded routes; set it for the actor only"
     if not isinstance(engine, FSDPEngineWithRouterReplay):
         return (
             f"verl chose {type(engine).__name__} for this device and vendor, and Router Replay has an engine for cuda "
             f"by {' and '.join(VENDORS)} only (VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR override what verl detects)"
         )
-    if config.forward_only:
+    if engine_config.forward_only:
         return "the reference model routes live; set it for the actor only"
-    return _wrong_setting(engine)
+    return _wrong_setting(model_config, engine_config)
 
 
-def _wrong_setting(engine: Any) -> str | None:
-    asked = engine.engine_config.router_replay
-    if isinstance(asked, dict):
+def _wrong_setting(model_config: Any, engine_config: Any) -> str | None:
+    from verl.workers.config import EngineRouterReplayConfig
+
+    asked = engine_config.router_replay
+    if not isinstance(asked, EngineRouterReplayConfig):
         return (
-            f"verl did not check this setting, nor R2 against bypass_mode, because its type is missing: add "
+            "verl did not check this setting, nor R2 against bypass_mode, because its type is missing: add "
             f"+actor_rollout_ref.actor.fsdp_config.router_replay._target_={CONFIG}"
         )
     if asked.record_file is not None or asked.replay_file is not None:
         return "routes travel in verl's batches; remove router_replay.record_file and replay_file"
-    if engine.use_ulysses_sp and hasattr(engine.model_config.hf_config, "vision_config"):
+    if engine_config.ulysses_sequence_parallel_size > 1 and hasattr(model_config.hf_config, "vision_config"):
         return "verl cuts the sequence of a vision model inside the model; set ulysses_sequence_parallel_size=1"
     return None
