@@ -17,7 +17,6 @@ WORLD = 2
 def run(model: str, rank: int, strategy: str, **settings: Any) -> dict[str, Any]:
     outputs = tiny.rollouts()[rank::WORLD]
     layout = {"use_remove_padding": settings.get("use_remove_padding", True)}
-    # one engine each: FSDP1 cannot write the weights out after a pass without backward
     metrics, gradients = tiny.train(tiny.engine(model, "R3", strategy, **settings), tiny.batch_of(outputs, **layout))
     scored = tiny.score(tiny.engine(model, "R3", strategy, **settings), tiny.batch_of(outputs, **layout))
     recording = tiny.engine(model, "R2", strategy, **settings)

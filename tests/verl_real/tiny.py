@@ -146,7 +146,7 @@ def loss_of(model_output: Any, data: Any, dp_group: Any = None) -> Any:
 
 
 def weights(module: Any) -> dict[str, Tensor]:
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
     return {name: value.clone() for name, value in state.items()}
 
 
