@@ -32,6 +32,34 @@ def run(model: str, rank: int, strategy: str, **settings: Any) -> dict[str, Any]
     }
 
 
+def ulysses(model: str) -> dict[str, Any]:
+    """Both ranks hold a half of every sequence. verl's Ulysses attention needs flash-attn, so here each half attends to
+    itself: the numbers are not those of the whole, but rows and tokens must still belong together.
+    """
+    made = tiny.engine(model, "R2", "fsdp2", ulysses_sequence_parallel_size=2)
+    data = tiny.batch_of(tiny.rollouts(), max_token_len_per_gpu=64).exclude("routed_experts")
+    with made.eval_mode():
+        token_S = torch.from_numpy(made._tokens_of_pass(data))
+        inputs, _ = made.prepare_model_inputs(data)
+    slots = inputs["input_ids"].reshape(-1)
+    own = token_S >= 0
+    assert torch.equal(slots[own], data["input_ids"].values()[token_S[own]])
+    old = tiny.score(made, data)
+    again = tiny.batch_of(tiny.rollouts(), max_token_len_per_gpu=64)
+    again["routed_experts"] = old["routed_experts"]
+    replaying = tiny.engine(model, "R3", "fsdp2", ulysses_sequence_parallel_size=2)
+    new = tiny.score(replaying, again)
+    shifted = tiny.batch_of(tiny.rollouts(), max_token_len_per_gpu=64)
+    routes = old["routed_experts"]
+    shifted["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes.values().roll(1, 0), routes.offsets())
+    return {
+        "tokens": token_S,
+        "routes": routes.values(),
+        "log_probs": [one["log_probs"].values() for one in (old, new, tiny.score(replaying, shifted))],
+        "replayed": new["metrics"]["routes/replayed"],
+    }
+
+
 def main(folder: pathlib.Path, rank: int) -> None:
     tiny.start(folder, rank, WORLD)
     model = str(folder / "model")
@@ -40,6 +68,7 @@ def main(folder: pathlib.Path, rank: int) -> None:
         "fsdp2, packed": run(model, rank, "fsdp2"),
         "fsdp2, padded": run(model, rank, "fsdp2", use_remove_padding=False),
     }
+    found["ulysses"] = ulysses(model)
     torch.save(found, folder / f"rank{rank}.pt")
 
 

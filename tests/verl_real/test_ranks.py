@@ -53,3 +53,15 @@ def test_two_ranks_compute_what_one_does(found: tuple[str, list[dict[str, Any]]]
         assert torch.equal(*result["recorded and replayed"])
         for key, gradient in gradients.items():
             torch.testing.assert_close(result["gradients"][key], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_follow_their_tokens_over_ulysses_ranks(found: tuple[str, list[dict[str, Any]]]) -> None:
+    first, second = (results["ulysses"] for results in found[1])
+    tokens = torch.cat([first["tokens"], second["tokens"]])
+    total = sum(prompt + response for prompt, response in tiny.LENGTHS)
+    assert tokens[tokens >= 0].tolist() == list(range(total))
+    assert first["replayed"][0] + second["replayed"][0] == total
+    assert torch.equal(first["routes"], second["routes"])  # gathered on both
+    old, new, shifted = first["log_probs"]
+    assert torch.equal(old, new)
+    assert not torch.equal(old, shifted)

@@ -25,7 +25,7 @@ def wrong_version() -> str | None:
     import verl
 
     if verl.__version__ not in TRIED:
-        return f"it was tried with verl {', '.join(TRIED)}, and this is verl {verl.__version__}"
+        return f"it was tried with verl {', '.join(TRIED)}, and this is verl {verl.__version__}; install a tried one"
     if versions.is_older(OLDEST_TRANSFORMERS):
         return f"it needs transformers {OLDEST_TRANSFORMERS} or newer, and this is {versions.installed()}"
     return None
