@@ -178,3 +178,9 @@ def test_the_package_itself_loads_nothing_heavy() -> None:
     """What makes `import router_replay` quick; bench/wire.py holds the time."""
     code = "import sys, router_replay; print(sorted(set(sys.modules) & {'numpy', 'torch', 'msgspec', 'transformers'}))"
     assert run(code).strip() == "[]"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed")
+def test_the_plugin_for_verl_says_what_is_missing() -> None:
+    with pytest.raises(ImportError, match=r'pip install "verl==0\.9\.1"'):
+        importlib.import_module("router_replay.integrations.verl")
