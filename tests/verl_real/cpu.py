@@ -82,13 +82,10 @@ class PlatformCPU(PlatformBase):
         return contextlib.nullcontext()
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_cpus": num_gpus}
 
     def is_ipc_supported(self) -> bool:
         return False

@@ -40,8 +40,7 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
 
     replayer: RouterReplay | None = None
     _adapter_off = False  # the reference policy of LoRA: it routes live and leaves no record
-    _block: contextlib.ExitStack | None = None  # of the micro-batch that runs now, its backward included
-    _recording: tuple[Recorded, np.ndarray] | None = None  # of R2, with the token of each slot of the pass
+    _recording: tuple[Recorded, np.ndarray] | None = None  # of the pass of R2 that runs now, and the token of each slot
 
     def initialize(self) -> None:
         """Build the model, and attach a RouterReplay to it if replay is asked for."""
@@ -70,21 +69,21 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
         if self.replayer is None or self._adapter_off:
             return super().forward_backward_batch(data, loss_function, forward_only)
         before = self.replayer.stats
-        try:
-            output = super().forward_backward_batch(data, loss_function, forward_only)
-        finally:
-            self._close()
+        output = super().forward_backward_batch(data, loss_function, forward_only)
         after = self.replayer.stats
         output["metrics"]["routes/replayed"] = [after.rows_replayed[0] - before.rows_replayed[0]]
         output["metrics"]["routes/live"] = [after.rows_live[0] - before.rows_live[0]]
         return output
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool) -> Any:
-        """Run a micro-batch in a block that stays open for its backward: activation offloading recomputes there."""
-        self._close()
-        if self.replayer is not None and not self._adapter_off:
-            self._open(self.replayer, micro_batch, records=self.replay_mode == "R2" and forward_only)
-        return super().forward_step(micro_batch, loss_function, forward_only)
+        """Run a micro-batch in a block of its own. What its backward recomputes uses the routes of this forward."""
+        if self.replayer is None or self._adapter_off:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        # the micro-batch is still on the host here
+        routes = MicroBatchRoutes.read(micro_batch, self.replayer.spec)
+        run = self._records if self.replay_mode == "R2" and forward_only else self._replays
+        with run(self.replayer, routes, self._tokens_of_pass(micro_batch)):
+            return super().forward_step(micro_batch, loss_function, forward_only)
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         """Return what verl returns, and in the recording pass of R2 the routes in the layout of the log-probs."""
@@ -101,34 +100,34 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _open(self, replayer: RouterReplay, micro_batch: Any, *, records: bool) -> None:
-        """Open the block of a micro-batch, which is still on the host here."""
-        routes = MicroBatchRoutes.read(micro_batch, replayer.spec)
-        token_S = self._tokens_of_pass(micro_batch)
-        block = contextlib.ExitStack()
-        if records:
-            if routes is not None:
-                raise ReplayError(
-                    f"R2 records {FIELD} in this pass, but the batch has them already: set "
-                    "rollout.enable_rollout_routing_replay=False, which belongs to R3"
-                )
-            self._recording = block.enter_context(replayer.record()), token_S
-        else:
-            if routes is None:
-                raise ReplayError(
-                    f"{self.replay_mode} replays {FIELD}, but the batch has none: {_REMEDY[self.replay_mode]}"
-                )
-            rows, loss, idle = routes.of_pass(token_S)
-            if rows.any_captured:
-                block.enter_context(replayer.replay(rows, loss_mask=loss, idle=idle))
-            elif loss.any():  # otherwise these are sequences that verl adds to fill a batch
-                raise ReplayError(f"{int(loss.sum())} tokens of a micro-batch bear loss, and none has a row in {FIELD}")
-        self._block = block
+    @contextlib.contextmanager
+    def _records(self, replayer: RouterReplay, routes: MicroBatchRoutes | None, token_S: np.ndarray) -> Iterator[None]:
+        if routes is not None:
+            raise ReplayError(
+                f"R2 records {FIELD} in this pass, but the batch has them already: set "
+                "rollout.enable_rollout_routing_replay=False, which belongs to R3"
+            )
+        with replayer.record() as recorded:
+            self._recording = recorded, token_S
+            try:
+                yield
+            finally:
+                self._recording = None
 
-    def _close(self) -> None:
-        block, self._block, self._recording = self._block, None, None
-        if block is not None:
-            block.close()
+    @contextlib.contextmanager
+    def _replays(self, replayer: RouterReplay, routes: MicroBatchRoutes | None, token_S: np.ndarray) -> Iterator[None]:
+        if routes is None:
+            raise ReplayError(
+                f"{self.replay_mode} replays {FIELD}, but the batch has none: {_REMEDY[self.replay_mode]}"
+            )
+        rows, loss, idle = routes.of_pass(token_S)
+        if rows.any_captured:
+            with replayer.replay(rows, loss_mask=loss, idle=idle):
+                yield
+        elif loss.any():
+            raise ReplayError(f"{int(loss.sum())} tokens of a micro-batch bear loss, and none has a row in {FIELD}")
+        else:  # sequences that verl adds to fill a batch
+            yield
 
     def _tokens_of_pass(self, micro_batch: Any) -> np.ndarray:
         """Return which token each slot of this rank's pass holds, -1 for padding.
