@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-ray | test-megatron | test-trl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-ray | test-megatron | test-trl | test-verl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-ray test-megatron test-trl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-trl test-verl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
 
 setup: $(READY)
 
@@ -57,6 +57,12 @@ test-megatron: .venv-megatron/.ready  # the real megatron-core on the CPU, over 
 
 test-trl: .venv-trl/.ready  # the real TRL on the CPU, with the embedded engine and vLLM
 	@.venv-trl/bin/python -m pytest --disable-warnings tests/integrations/test_trl_parts.py tests/trl_real
+
+test-verl: .venv-verl/.ready .venv-verl-newest/.ready  # the real verl on the CPU, with two versions of transformers
+	@.venv-verl/bin/python -m pytest --disable-warnings tests/verl_real
+	@.venv-verl-newest/bin/python -m pytest --disable-warnings tests/verl_real
+
+.venv-verl/.ready .venv-verl-newest/.ready: requirements/verl-packages.txt
 
 # The tests of the families with the oldest and the newest transformers. Each environment lays its packages over those
 # of .venv. A family that its transformers does not have is skipped.
@@ -128,4 +134,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl .venv-verl .venv-verl-newest build dist site out src/router_replay/kernel/*.so

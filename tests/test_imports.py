@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"kernel", "families", "wire", "replay", "forward"},
     "gateway": {"wire", "stitch", "batch", "engines"},
     "rl": {"wire", "recording", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
-    "integrations": {"stitch", "batch", "measure", "replay", "engines", "rl"},
+    "integrations": {"families", "stitch", "batch", "measure", "replay", "engines", "rl"},
     "recipes": {"rl", "report"},
     "verify": {"recording", "stitch", "batch", "measure", "replay", "forward", "engines", "rl"},
     "cli": {"families", "verify", "batch", "recording", "measure", "engines", "gateway", "report", "rl", "recipes"},
@@ -185,3 +185,9 @@ def test_the_package_itself_loads_nothing_heavy() -> None:
     """What makes `import router_replay` quick; bench/wire.py holds the time."""
     code = "import sys, router_replay; print(sorted(set(sys.modules) & {'numpy', 'torch', 'msgspec', 'transformers'}))"
     assert run(code).strip() == "[]"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed")
+def test_the_plugin_for_verl_says_what_is_missing() -> None:
+    with pytest.raises(ImportError, match=r'pip install "verl==0\.9\.1"'):
+        importlib.import_module("router_replay.integrations.verl")

@@ -1,0 +1,1 @@
+"""The real verl on the CPU, over gloo: make test-verl."""
