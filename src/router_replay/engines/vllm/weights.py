@@ -54,7 +54,10 @@ def checkpoint_tensors(model: Any, state: Mapping[str, torch.Tensor] | None = No
 
 
 def index_of(like: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return the place of each tensor in one piece of memory, ready for JSON, and the length of the memory."""
+    """Return the place of each tensor in one piece of memory, ready for JSON, and the length of the memory.
+
+    The tensors have the names, shapes and dtypes of `like`, whose values are not read.
+    """
     tensors: dict[str, dict[str, Any]] = {}
     length = 0
     for name, tensor in like.items():
