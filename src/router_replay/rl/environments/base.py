@@ -74,7 +74,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Limits:
-        """Return the limits of a run."""
+        """Return the limits of the run with this `config`."""
         return cls(config.rollout.max_turns, config.rollout.max_tokens, config.max_length)
 
 
