@@ -114,7 +114,7 @@ def test_samples_of_one_prompt_have_trajectories_and_each_goes_on(server: Gatewa
     last = answer.choices[2].message.model_dump()
     say(agent, "anything", last, "hello")
     body = session(server, "samples")
-    assert (body["answers"], body["extended"]) == (4, 1)
+    assert (body["answers"], body["started"], body["branched"], body["extended"]) == (4, 1, 2, 1)
     assert len(body["trajectories"]) == 3
     assert len(body["trajectories"][2]["token_ids"]) > len(body["trajectories"][1]["token_ids"])
 
