@@ -20,6 +20,7 @@ from router_replay.routes import Routes
 from router_replay.verify.inject import FAULT_NAMES
 from router_replay.verify.rollouts import generate, open_engine, read_prompts
 from router_replay.verify.run import verify
+from tests.rl.conftest import settings_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +139,49 @@ def test_the_engine_of_another_checkpoint_is_named_by_against(
     assert named.finding is not None
     assert named.finding.fault == "stale"
     assert "the suspected checkpoint" in named.finding.cause
+
+
+def test_a_step_of_a_recorded_run_is_verified_with_the_weights_of_that_step(
+    model: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows of step 1 are of version 1: the weights at the start of the run do not explain them."""
+    from router_replay.rl.config import load_config
+    from router_replay.rl.loop.train import train
+
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("\n".join(json.dumps({"prompt": f"{n + 10}+{n + 20}=", "answer": ""}) for n in range(6)))
+    settings = settings_of(pathlib.Path(model), problems, tmp_path / "run")
+    settings += ["optimizer.lr=0.005", "checkpoint.every=1", "rollout.max_tokens=8", f"record={tmp_path / 'routes'}"]
+    train(load_config(None, settings))
+    capsys.readouterr()
+    file = ["--trajectories", str(tmp_path / "routes")]
+    after_one = str(tmp_path / "run" / "checkpoints" / "step_000001")
+    assert called([model, *file, "--step", "0"], capsys)[0] == 0
+    assert called([after_one, *file, "--step", "1"], capsys)[0] == 0
+    status, facts = called([model, *file], capsys)
+    assert (status, facts["finding"]["fault"]) == (1, "stale")
+    assert "policy version" in facts["finding"]["detail"]
+    status, facts = called([model, *file, "--step", "1", "--against", after_one], capsys)
+    assert status == 1
+    assert "the suspected checkpoint" in facts["finding"]["cause"]
+
+
+def test_json_lines_of_another_framework_are_verified(
+    model: str, samples: list[Sample], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens, log-probs and vLLM's own field, one sequence in a line."""
+    from router_replay import wire
+
+    lines = []
+    for sample in samples:
+        assert sample.routes is not None
+        line = {"token_ids": sample.token_ids.tolist(), "logprobs": sample.logprobs.tolist()}
+        line |= {"loss_mask": sample.loss_mask.astype(int).tolist()}
+        lines.append(json.dumps({**line, "routed_experts": wire.to_vllm(sample.routes[:-1])}))
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("\n".join(lines))
+    status, facts = called([model, "--trajectories", str(dump)], capsys)
+    assert (status, facts["missing"], facts["sequences"]) == (0, 0, 8)
 
 
 def test_an_engine_with_fp8_weights_is_not_accused(model: str) -> None:

@@ -30,6 +30,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--trajectories", type=pathlib.Path, metavar="FILE", help="verify this file, without an engine")
     add_format(parser, model=False)
     parser.add_argument("--limit", type=int, default=64, metavar="N", help="the sequences of the file to read (64)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of the file, only the trajectories of this training step"
+    )
     parser.add_argument("--prompts", type=pathlib.Path, metavar="FILE", help="a prompt in each line, text or JSON")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens to sample for each prompt (32)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the sampling (1.0)")
@@ -83,7 +86,7 @@ def _samples(chosen: argparse.Namespace, progress: Progress) -> tuple[list[Sampl
     injected = f", with the fault {chosen.inject} put in" if chosen.inject else ""
     if chosen.trajectories is not None:
         spec = RouterSpec.from_config(json.loads((folder / "config.json").read_text()))
-        samples, temperature = read_samples(chosen.trajectories, chosen.format, spec, chosen.limit)
+        samples, temperature = read_samples(chosen.trajectories, chosen.format, spec, chosen.limit, chosen.step)
         return samples, f"{chosen.trajectories}{injected}", temperature
     prompts, where = read_prompts(chosen.prompts, folder, chosen.seed)
     longest = max(len(prompt) for prompt in prompts) + chosen.tokens + 1

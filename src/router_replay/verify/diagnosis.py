@@ -12,8 +12,11 @@ from router_replay.verify.hypotheses import FAULTS
 
 EXPLAINED = 0.7
 """A fault is named if taking it back gives back this part of the lost overlap."""
+VERSIONS_APART = 0.05
 HURTS = 1.5
 """Replay makes the log-probs worse if k3 grows by this factor: estimates from few tokens differ by chance."""
+FAR = 0.05
+"""A k3 after replay, in nats, that no rounding or quantization of the same weights leaves."""
 OUT_OF_LINE = 0.3
 """A layer is out of line with the others if its agreement is below their median by this much."""
 
@@ -37,10 +40,10 @@ def diagnose(
 
     Rows that are nearer to chance than to the expected level are a fault, and sets that no router can choose. Rows that
     only lost more overlap than rounding explains, as those of a quantized engine do, are one if a known fault explains
-    it, or if replay makes the log-probs worse.
+    it, if replay makes the log-probs worse, or if it leaves them far apart.
     """
     gross = bool(evidence.suspect_rows.any() or evidence.suspect_layers.any())
-    hurts = k3 is not None and k3[1] > HURTS * k3[0]
+    hurts = k3 is not None and (k3[1] > HURTS * k3[0] or k3[1] > FAR)
     if not gross and not evidence.drifted and not evidence.impossible:
         return None
     tested = [(fault, *fault.test(evidence)) for fault in FAULTS]
@@ -58,7 +61,7 @@ def diagnose(
 def _unexplained(evidence: Evidence, followed: np.ndarray | None) -> Finding:
     """Name a fault that nothing takes back by where it is and how much overlap is left."""
     layers = len(evidence.spec.layers)
-    few = evidence.suspect_layers
+    few = evidence.region[1] if not evidence.region[1].all() else np.zeros(layers, bool)
     if followed is not None and 0 < (low := followed < np.median(followed) - OUT_OF_LINE).sum() <= layers / 4:
         few = low
     if 0 < few.sum() <= layers / 4:
@@ -70,8 +73,10 @@ def _unexplained(evidence: Evidence, followed: np.ndarray | None) -> Finding:
     columns = evidence.region[1]
     left = float(evidence.overlap[_wholly_suspect(evidence)][:, columns].mean())
     chance, expected = float(evidence.chance[columns].mean()), float(evidence.expected[columns].mean())
-    detail = f"overlap {left:.2f}, expected {expected:.2f}, by chance {chance:.2f}{_where(evidence)}"
-    if left - chance < 0.15 * (expected - chance):
+    detail = (
+        f"overlap {left:.2f}, expected {expected:.2f}, by chance {chance:.2f}{_where(evidence) or by_version(evidence)}"
+    )
+    if left - chance < 0.15 * (expected - chance) and not _bad_versions(evidence):
         return Finding("other-tokens", "the rows are those of other tokens, or of another model", detail)
     advice = "" if evidence.other is not None else "; --against PATH tests a checkpoint"
     return Finding(
@@ -97,12 +102,27 @@ def _where(evidence: Evidence) -> str:
         return f"; in {_layers(evidence, layers)} only"
     if not suspect.any() or suspect.mean() > 0.9:
         return ""
-    by_version = {int(v): float(suspect[evidence.versions == v].mean()) for v in np.unique(evidence.versions)}
-    bad = [version for version, share in by_version.items() if share > 0.8]
-    if bad and all(share < 0.2 for version, share in by_version.items() if version not in bad):
+    if bad := _bad_versions(evidence):
         return f"; in the rows of policy version {shorten(bad)}"
     numbers = np.unique(evidence.sequences[suspect]).tolist()
     return f"; in {int(suspect.sum())} of {len(suspect)} rows, of sequences {shorten(numbers)}"
+
+
+def _bad_versions(evidence: Evidence) -> list[int]:
+    """Return the policy versions whose rows are suspect, if those of the others are not; none if it is all of them."""
+    suspect, versions = evidence.suspect_rows, evidence.versions
+    shares = {int(version): float(suspect[versions == version].mean()) for version in np.unique(versions)}
+    bad = [version for version, share in shares.items() if share > 0.8]
+    good = [version for version, share in shares.items() if share < 0.2]
+    return bad if good and len(bad) + len(good) == len(shares) else []
+
+
+def by_version(evidence: Evidence) -> str:
+    """Say how much the rows of each policy version overlap with the live choice, if the versions differ in it."""
+    shares = {int(v): float(evidence.overlap[evidence.versions == v].mean()) for v in np.unique(evidence.versions)}
+    if max(shares.values()) - min(shares.values()) < VERSIONS_APART:
+        return ""
+    return f"; by policy version: {shorten([f'{version}: {share:.2f}' for version, share in shares.items()])}"
 
 
 def _layers(evidence: Evidence, mask: np.ndarray) -> str:

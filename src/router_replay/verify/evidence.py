@@ -141,10 +141,19 @@ class Evidence:
 
     @functools.cached_property
     def region(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows [N] and layers [L] that a hypothesis must explain: the suspect ones, or all."""
+        """The rows [N] and layers [L] that a hypothesis must explain: the suspect ones, or all.
+
+        It is rows, if the layers are in order without the suspect rows; otherwise layers, if some are in order.
+        """
         rows, layers = self.suspect_rows, self.suspect_layers
         if layers.any() and not layers.all():
-            return np.ones(len(rows), bool), layers
+            others = ~rows
+            only_rows = (
+                0.1 < others.mean() < 1
+                and not (self.overlap[others][:, layers].mean(axis=0) < self._between(GROSS)[layers]).any()
+            )
+            if not only_rows:
+                return np.ones(len(rows), bool), layers
         return (rows if rows.any() else np.ones(len(rows), bool)), np.ones(len(layers), bool)
 
     def explained(self, shares: np.ndarray, valid: np.ndarray | None = None) -> float:

@@ -113,8 +113,10 @@ def generate(
     return samples
 
 
-def read_samples(path: pathlib.Path, form: str | None, spec: RouterSpec, limit: int) -> tuple[list[Sample], float]:
-    """Return the first `limit` trajectories of a file, and the temperature of their sampling.
+def read_samples(
+    path: pathlib.Path, form: str | None, spec: RouterSpec, limit: int, step: int | None = None
+) -> tuple[list[Sample], float]:
+    """Return the first `limit` trajectories of a file, or of its training step `step`, and their temperature.
 
     `form` and `spec` are those of `open_any`. Raises MeasureError if the file has no tokens, or several temperatures.
     """
@@ -126,13 +128,14 @@ def read_samples(path: pathlib.Path, form: str | None, spec: RouterSpec, limit: 
                 f"{path} holds routes without their tokens, so nothing can be compared: give a file of trajectories, "
                 "or JSON lines with token_ids and routed_experts"
             )
-        if len(part.record) > 1:
+        if len(part.record) > 1 and step in (None, part.record.step):
             samples.append(part.record.sample)
             temperatures.add(part.record.temperature)
         if len(samples) == limit:
             break
     if not samples:
-        raise MeasureError(f"{path} holds no trajectory of two tokens or more")
+        which = "" if step is None else f" of step {step}"
+        raise MeasureError(f"{path} holds no trajectory{which} of two tokens or more")
     if len(temperatures) > 1:
         raise MeasureError(f"{path} holds several temperatures, {sorted(temperatures)}: verify one of them at a time")
     return samples, temperatures.pop()

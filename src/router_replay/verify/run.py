@@ -21,7 +21,7 @@ from router_replay.measure import logprob_gap
 from router_replay.rl.policy.models import model_folder
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
-from router_replay.verify.diagnosis import Finding, diagnose, nearer_precision
+from router_replay.verify.diagnosis import Finding, by_version, diagnose, nearer_precision
 from router_replay.verify.evidence import Evidence
 from router_replay.verify.inject import inject
 from router_replay.verify.passes import Live, Trainer
@@ -174,6 +174,7 @@ def _notes(evidence: Evidence, finding: Finding | None, dtype: str) -> list[str]
         notes.append(
             "the rows differ more than rounding to bfloat16 explains, and replaying them does no harm: the engine's "
             "weights are quantized or slightly older, or its router computes in another precision"
+            + by_version(evidence)
         )
     if finding is None and (name := nearer_precision(evidence)) is not None:
         notes.append(f"the rows agree better with the trainer in {name} than in {dtype}")
