@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from router_replay.engines import Completion, Request
 from router_replay.engines.shared_memory import PREFIX, SHARED_MEMORY, sweep
 from router_replay.engines.vllm.http import VllmHttpEngine
-from router_replay.engines.vllm.plugin.weights.loader import RELOADERS, WeightLoader, without_false_alarm
+from router_replay.engines.vllm.plugin.weights.loader import LAYERWISE, RELOADERS, WeightLoader, without_false_alarm
 from router_replay.engines.vllm.plugin.weights.sources import open_source
 from router_replay.engines.vllm.weights import SharedWeights, checkpoint_tensors, share
 from router_replay.errors import EngineError
@@ -393,3 +393,15 @@ def test_other_warnings_and_those_of_other_times_are_logged(caplog: pytest.LogCa
         finally:
             logger.parent = parent
     assert caplog.messages == ["something else", message % {"w2"}] * 2
+
+
+def test_layers_that_got_no_weights_are_an_alarm_unless_they_were_written_directly(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(LAYERWISE)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "parent", logging.getLogger())
+    for partial in (True, False):
+        with without_false_alarm(partial):
+            logger.warning("%s: Failed to load weights", "RMSNorm")
+    assert caplog.messages == ["RMSNorm: Failed to load weights"]
