@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Literal
 
 import numpy as np
@@ -94,6 +96,19 @@ def test_tensors_are_kept_and_copied_only_when_used() -> None:
     assert tensors.routes is tensors.routes
     tensors.token_ids.zero_()
     assert local.whole.token_ids.any()
+
+
+def test_a_batch_is_freed_when_nobody_holds_it() -> None:
+    """A cycle would keep its tensors, and its references to rows in a store, until the garbage collector runs."""
+    [local] = packed([5, 7]).split(1)
+    assert local.to_torch().routes is not None
+    batch = weakref.ref(local)
+    gc.disable()
+    try:
+        del local
+        assert batch() is None
+    finally:
+        gc.enable()
 
 
 def test_live_rows_are_those_that_predict_something() -> None:

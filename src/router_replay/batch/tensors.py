@@ -109,21 +109,22 @@ class LocalTensors:
 
     def __init__(self, local: LocalBatch, device: torch.device) -> None:
         self.device = device
-        self._local = local
+        # Not `local` itself, which keeps this object: memory in a cycle is freed late, and so are rows in a store.
+        self._batch, self._place, self._rows, self._slots = local.whole, local.place, local.routes, len(local)
         self._whole: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._local)
+        return self._slots
 
     @property
     def boundaries(self) -> tuple[int, ...]:
         """The sequence borders of the whole bin, on the host."""
-        return tuple(self._local.whole.cu_seqlens.tolist())
+        return tuple(self._batch.cu_seqlens.tolist())
 
     def whole(self, name: str) -> torch.Tensor:
         """Return the array `name` of the Batch, over all slots of the bin."""
         if name not in self._whole:
-            self._whole[name] = on_device(getattr(self._local.whole, name), self.device)
+            self._whole[name] = on_device(getattr(self._batch, name), self.device)
         return self._whole[name]
 
     @property
@@ -149,11 +150,10 @@ class LocalTensors:
     @functools.cached_property
     def routes(self) -> TensorRoutes | None:
         """The rows of this rank's slots, or None if the batch has no routes."""
-        rows = self._local.routes
-        return None if rows is None else TensorRoutes.from_routes(rows, self.device)
+        return None if self._rows is None else TensorRoutes.from_routes(self._rows, self.device)
 
     def _mine(self, name: str) -> torch.Tensor:
-        place = self._local.place
+        place = self._place
         return self.whole(name)[place if isinstance(place, slice) else on_device(place, self.device)]
 
 

@@ -54,9 +54,9 @@ def note_store(prompt: str, completion: str, answer: str) -> float:
     """
     if _count() % 12 == 1:
         seen, deadline = _used(), time.monotonic() + 20
-        while time.monotonic() < deadline and seen > _first_use():
+        while time.monotonic() < deadline and (seen == 0 or seen > _first_use()):
             time.sleep(0.2)
-            seen = min(seen, _used())
+            seen = min(seen, _used()) if seen else _used()
         with pathlib.Path(os.environ["FAULTS"], "store").open("a") as file:
             file.write(f"{seen}\n")
     return sevens(prompt, completion, answer)
