@@ -30,8 +30,11 @@ def test_the_code_of_the_page_runs(server: GatewayServer, talker: pathlib.Path) 
 
 
 def test_the_command_serves_until_it_is_interrupted(talker: pathlib.Path) -> None:
-    command = [sys.executable, "-m", "router_replay.cli", "gateway", "--engine", "embedded", "--port", "0"]
-    with subprocess.Popen([*command, "--model", str(talker)], stdout=subprocess.PIPE, text=True) as process:
+    # A shell lets the commands that it starts in the background ignore SIGINT, and these tests may be one of them.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from router_replay import cli"
+    options = ["gateway", "--engine", "embedded", "--port", "0", "--model", str(talker)]
+    command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             line = next(line for line in process.stdout if line.startswith("trainers: "))
