@@ -9,6 +9,8 @@ from typing import Any
 
 from router_replay.replay.state import Plan
 
+COUNTS_OF_ALL_LAYERS = 3  # in `Stats.counts`: passes, rows compared, ambiguous sequences
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -48,16 +50,25 @@ class Stats:
         return Stats.from_counts(self.layers, [a + b for a, b in zip(self.counts(), other.counts(), strict=True)])
 
     def counts(self) -> list[int]:
-        """Return integers that can be summed over ranks; `from_counts` converts the sums to Stats."""
+        """Return integers that can be summed over ranks; `from_counts` converts the sums to Stats.
+
+        The first `COUNTS_OF_ALL_LAYERS` are those of the whole model; then come three for each layer.
+        """
         agreement = self.agreement or (0.0,) * len(self.layers)
         agreed = [round(share * self.rows_compared) for share in agreement]
-        rows = [*self.rows_replayed, *self.rows_live, *agreed]
-        return [self.passes, self.rows_compared, *rows, self.sequences_ambiguous]
+        return [
+            self.passes,
+            self.rows_compared,
+            self.sequences_ambiguous,
+            *self.rows_replayed,
+            *self.rows_live,
+            *agreed,
+        ]
 
     @classmethod
     def from_counts(cls, layers: tuple[int, ...], counts: Sequence[int]) -> Stats:
         """Convert `counts`, the result of `counts()` or a sum of several, to the Stats of these `layers`."""
-        passes, compared, *rest, ambiguous = counts
+        passes, compared, ambiguous, *rest = counts
         width = len(layers)
         replayed, live, agreed = (tuple(rest[i * width : (i + 1) * width]) for i in range(3))
         agreement = tuple(count / compared for count in agreed) if compared else None

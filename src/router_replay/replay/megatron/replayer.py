@@ -30,7 +30,7 @@ from router_replay.replay.megatron.passes import ChunkPass, ChunkRecording, Sche
 from router_replay.replay.megatron.recorded import MegatronRecorded, refuse_unknown_boundaries
 from router_replay.replay.megatron.routers import find_routers
 from router_replay.replay.replayable import refuse_missing, rows_and_masks
-from router_replay.replay.stats import Stats
+from router_replay.replay.stats import COUNTS_OF_ALL_LAYERS, Stats
 from router_replay.replay.wrapper import Wrapper
 from router_replay.spec import RouterSpec
 
@@ -98,10 +98,11 @@ class MegatronReplay:
         mine, layers = self.stats, self.spec.layers
         nothing = (0,) * len(layers)
         wide = np.array(Stats(layers, mine.passes, nothing, nothing, None, mine.rows_compared).counts())
-        rest = mine.counts()[2:]
+        rest = mine.counts()[COUNTS_OF_ALL_LAYERS:]
         width, own = len(layers), [layers.index(layer) for layer in mine.layers]
         for kind in range(3):  # rows replayed, rows live, rows that agree
-            wide[2 + kind * width + np.array(own, np.int64)] = rest[kind * len(own) : (kind + 1) * len(own)]
+            columns = COUNTS_OF_ALL_LAYERS + kind * width + np.array(own, np.int64)
+            wide[columns] = rest[kind * len(own) : (kind + 1) * len(own)]
         counts = torch.from_numpy(wide).to(next(self._found.chunks[0].decoder.parameters()).device)
         if self._found.token_group is None:
             raise ReplayError(
