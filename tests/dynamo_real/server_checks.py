@@ -251,7 +251,7 @@ def test_the_recorded_payloads_are_still_what_comes(engines: dict[str, Engine], 
         file = payloads.PAYLOADS / f"{name}.json"
         if name == "report":
             [body] = body["results"]
-            body = {**body, "seams": []}
+            body = {**body, "seams": [], "weights": {}}  # they have tests of their own
         else:
             body |= dict.fromkeys(body.keys() & {"id", "created", "request_id"}, 0)
         if os.environ.get("DYNAMO_RECORD") == "1":

@@ -28,7 +28,7 @@ from router_replay.rl.config import TrainConfig
 from router_replay.rl.log.metrics import NAMES, MetricsWriter, read_metrics
 from router_replay.rl.loop.train import train
 from router_replay.rl.policy import policy
-from router_replay.rl.rollout import Rollout
+from router_replay.rl.rollout.player import Player
 from router_replay.rl.state import checkpoints
 from router_replay.rl.weights.sync import WeightSync
 
@@ -220,14 +220,14 @@ def test_a_nan_far_from_the_last_checkpoint_loses_no_step(
 def test_only_the_failed_steps_own_rollouts_are_kept(
     make_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Rollout._reset
+    real = Player.reset
 
-    def reset(self: Rollout, group: int, problem: int) -> Any:
+    def reset(self: Player, number: int, group: int, problem: int) -> Any:
         if problem == 4:
             raise RewardError("problem 4 is no problem")
-        return real(self, group, problem)
+        return real(self, number, group, problem)
 
-    monkeypatch.setattr(Rollout, "_reset", reset)
+    monkeypatch.setattr(Player, "reset", reset)
     config = make_config()
     with pytest.raises(RewardError, match="step 1: problem 4 is no problem"):
         train(config)
