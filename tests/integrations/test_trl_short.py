@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import re
-import subprocess
-
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.short_parts import ROOT, run_selected
+
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 SELECTED = [
     "test_refusals.py::test_this_trl_is_the_one_that_was_tested",
@@ -23,14 +19,4 @@ SELECTED = [
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="TRL is not set up: make .venv-trl/.ready, or make test")
 def test_a_short_part_of_make_test_trl() -> None:
-    done = subprocess.run(
-        [str(PYTHON), "-m", "pytest", "-q", "--disable-warnings", "-p", "no:cacheprovider"]
-        + [f"tests/trl_real/{name}" for name in SELECTED],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-    assert re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[-1])[0] == (str(len(SELECTED)), "passed")
+    run_selected(PYTHON, "tests/trl_real", SELECTED)

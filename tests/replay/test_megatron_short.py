@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import re
-import subprocess
-
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.short_parts import ROOT, run_selected
+
 PYTHON = ROOT / ".venv-megatron" / "bin" / "python"
 SELECTED = [
     "test_one_rank.py::test_record_changes_nothing_and_its_own_rows_replay_to_the_bit[full]",
@@ -29,14 +25,4 @@ SELECTED = [
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="megatron-core is not set up: make .venv-megatron/.ready, or make test")
 def test_a_short_part_of_make_test_megatron() -> None:
-    done = subprocess.run(
-        [str(PYTHON), "-m", "pytest", "-q", "--disable-warnings", "-p", "no:cacheprovider"]
-        + [f"tests/megatron_real/{name}" for name in SELECTED],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-    assert re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[-1])[0] == (str(len(SELECTED)), "passed")
+    run_selected(PYTHON, "tests/megatron_real", SELECTED)
