@@ -112,7 +112,7 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.wire
 	@$(BIN)/python -m bench.stitch
 	@$(BIN)/python -m bench.replay
-	@$(BIN)/python -m bench.follow
+	@$(BIN)/python -m bench.follow --rounds 200
 	@$(BIN)/python -m bench.attention
 	@$(BIN)/python -m bench.train
 	@$(BIN)/python -m bench.delivery
