@@ -194,15 +194,15 @@ def _storage(tensor: torch.Tensor) -> int:
 def _why_unlike(copies: list[Copy], live: Mapping[str, torch.Tensor], weights: Weights) -> str:
     """Return which running parameter is not what the copies would write, or an empty text."""
     for copy in copies:
-        tensor = live.get(copy.parameter)
+        tensor, name = live.get(copy.parameter), copy.parameter.rpartition(".")[2]
         if tensor is None:
-            return f"{copy.parameter} does not exist any more"
+            return f"its {name} does not exist any more"
         last = sum((size - 1) * stride for size, stride in zip(copy.place.shape, copy.place.stride, strict=True))
         if not tensor.is_contiguous() or copy.place.offset + last >= tensor.numel():
-            return f"{copy.parameter} has another layout in the kernel"
+            return f"its {name} has another layout in the kernel"
         expected = copy.given.on(weights.read(copy.name)).to(device=tensor.device, dtype=tensor.dtype)
         if not torch.equal(_bits(copy.place.on(tensor.data)), _bits(expected)):
-            return f"{copy.parameter} has another layout in the kernel"
+            return f"its {name} has another layout in the kernel"
     return ""
 
 
