@@ -177,7 +177,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, default=6, help="asynchronous.max_staleness")
     parser.add_argument("--oversample", type=float, default=1.0, help="asynchronous.oversample")
+    parser.add_argument("--gc-threshold", type=int, default=0, help="the first threshold of Python's garbage collector")
     arguments = parser.parse_args()
+    if arguments.gc_threshold:
+        gc.set_threshold(arguments.gc_threshold, 50, 100)
     print(f"{SLOTS} slots per engine, steps of {STEP} episodes per engine in groups of {GROUP}, lengths 4 to {LONGEST}")
     missed, costs = [], []
     for engines in arguments.engines:

@@ -45,6 +45,16 @@ def changed(settings: str) -> TrainConfig:
         ("engine.kind=sglang; engine.url=http://a:1; engine.count=2", 1, ["engine.count = 2", "one URL is one engine"]),
         ("engine.kind=vllm; engine.count=2", 1, ['2 engines of kind "vllm"', 'cluster.kind = "ray"']),
         ("cluster.ranks=2", 1, ['cluster.ranks with cluster.kind = "processes"', "does not read"]),
+        (
+            "cluster.kind=ray; cluster.environments=2; environment.kind=agent; environment.command=['a']",
+            1,
+            ["cluster.environments with environment.kind", "leave cluster.environments out"],
+        ),
+        (
+            "rollout.replay_from=pyproject.toml; evaluation.every=1",
+            1,
+            ["rollout.replay_from", "no engine that could play evaluations"],
+        ),
         ("environment.kind=jsonl; environment.reward=a:b", 1, ["environment.file is missing"]),
         ("environment.kind=jsonl; environment.file=a", 1, ["environment.reward is missing", "module:function"]),
         ("loss.clip_low=1.0", 1, ["loss.clip_low = 1.0", "below 1"]),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from router_replay import Routes, Sample
 from router_replay.engines import Completion, EnginePool
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.engines.types import Request, Sampling
@@ -87,6 +88,30 @@ def test_tokens_that_the_environment_did_not_read_leave_the_trajectory(engine: E
     for wrong in (5, -1, 1.0):
         with pytest.raises(RewardError, match=r"Turn\.kept must lie in \[0, 4\]"):
             play(engine, Scripted(lambda *_, wrong=wrong: Turn(kept=wrong)))
+
+
+@pytest.mark.parametrize("turns", [2, 1])
+def test_tokens_that_were_not_read_leave_rows_that_are_put_away_too(engine: EmbeddedEngine, turns: int) -> None:
+    """The rows of the last turn that the config allows are put away before the environment reads its tokens."""
+    config = CONFIG.model_copy(update={"max_turns": turns})
+    task = Scripted(lambda *_: Turn(done=False, observation=(9,), kept=2))
+    kept: list[Routes] = []
+
+    def keep(routes: Routes) -> Routes:
+        kept.append(routes)
+        return routes
+
+    whole = play(engine, task, config)
+    rollout = Rollout(engine, task, [0, 1], config, max_length=64, seed=(0, 0), keep=keep)
+    for episode, other in zip(rollout.run(), whole, strict=True):
+        [sample], [trajectory] = episode.trajectories, other.trajectories
+        assert isinstance(sample, Sample)
+        assert sample.token_ids.tolist() == trajectory.token_ids.tolist()
+        assert sample.loss_mask.tolist() == trajectory.loss_mask.tolist()
+        assert sample.routes is not None
+        assert sample.routes.read().same_sets(trajectory.routes.read())
+        assert len(sample.routes) == len(sample.token_ids) == 3 * turns + 2
+    assert len(kept) == 2 * len(whole)
 
 
 def test_a_task_with_threads_is_stepped_by_them_and_gives_the_same_episodes(engine: EmbeddedEngine) -> None:
