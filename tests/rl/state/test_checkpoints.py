@@ -77,6 +77,29 @@ def test_kill_minus_nine_at_any_moment_changes_nothing_in_the_end(
             assert a[name] == b[name], (a["step"], name)
 
 
+def test_a_checkpoint_with_the_moments_in_trainer_pt_is_still_read(
+    make_config: Callable[..., TrainConfig], tmp_path: pathlib.Path
+) -> None:
+    """Older versions wrote the whole optimizer state there."""
+    common = ["replay=r3", "steps=2", "checkpoint.every=1"]
+    whole, old = tmp_path / "whole", make_config(*common, f"output={tmp_path / 'old'}")
+    train(make_config(*common, f"output={whole}"))
+    train(old.model_copy(update={"steps": 1}))
+    folder = checkpoints.latest(old.output)
+    assert folder is not None
+    saved = torch.load(folder / checkpoints.TRAINER)
+    moments = load_file(folder / checkpoints.MOMENTS_FILE)
+    state = {
+        name: {"step": step, **{moment: moments[f"{moment}.{name}"] for moment in ("exp_avg", "exp_avg_sq")}}
+        for name, step in saved["steps"].items()
+    }
+    torch.save({"optimizer": {"state": state, "param_groups": []}, "random": saved["random"]}, folder / "trainer.pt")
+    (folder / checkpoints.MOMENTS_FILE).unlink()
+    train(old, resume=True)
+    expected, got = final_weights(whole), final_weights(old.output)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
 def test_a_checkpoint_is_a_hugging_face_folder(make_config: Callable[..., TrainConfig]) -> None:
     config = make_config("steps=3", "checkpoint.every=1", "checkpoint.keep=2", "replay=off")
     progress = train(config)
