@@ -213,6 +213,31 @@ class Server:
         self.process.wait()
 
 
+def running(server: Server) -> float:
+    """How many requests a server runs, over all its ranks."""
+    return sum(metric(server, "vllm:num_requests_running{"))
+
+
+async def dropped(engine: Engine, server: Server, requests: Sequence[Request]) -> list[list[Completion]]:
+    """Start requests, abort them while the server runs them all, and return what came of them.
+
+    The requests may be through before the server's metrics say that they run, or before the abort reaches them: then
+    the whole is done again.
+    """
+    for _ in range(50):
+        while await asyncio.to_thread(running, server):
+            await asyncio.sleep(0.01)
+        tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
+        while await asyncio.to_thread(running, server) < len(requests) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0)
+        aborted = await asyncio.to_thread(engine.abort)
+        landed = [await task for task in tasks]
+        if not not_aborted(landed):
+            assert sorted(one.request_id for one in aborted) == sorted(one.request_id for [one] in landed)
+            return landed
+    raise AssertionError("never did the abort reach all requests")
+
+
 def metric(server: Server, start: str) -> list[float]:
     """The values of the server's own metrics whose line starts with this."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:

@@ -115,7 +115,7 @@ def serving() -> Iterator[Stub]:
         server.server_close()
 
 
-def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(true: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "did not come true in time"

@@ -100,7 +100,7 @@ def _vllm_http(stub: Stub, started: Any, **more: Any) -> Any:
 
     answer(rows_of(1))
     stub.answers["/version"] = Reply({"version": "0.30.0"})
-    return started(VllmHttpEngine(stub.url, spec=TOP_1, timeout=5, **more), answer)
+    return started(VllmHttpEngine(stub.url, spec=TOP_1, timeout=60, **more), answer)
 
 
 def _sglang(stub: Stub, started: Any, **more: Any) -> Any:
@@ -110,7 +110,7 @@ def _sglang(stub: Stub, started: Any, **more: Any) -> Any:
     def answer(rows: Routes) -> None:
         stub.answers["/generate"] = sglang_server.answer(1, prompt=len(rows), routes=rows)
 
-    return started(SglangEngine(stub.url, TOP_1, timeout=5, **more), answer)
+    return started(SglangEngine(stub.url, TOP_1, timeout=60, **more), answer)
 
 
 def _dynamo(stub: Stub, started: Any, **more: Any) -> Any:
@@ -120,7 +120,7 @@ def _dynamo(stub: Stub, started: Any, **more: Any) -> Any:
     def answer(rows: Routes) -> None:
         stub.answers["/v1/completions"] = dynamo_server.answer(1, routes=rows, usage={"prompt_tokens": len(rows)})
 
-    return started(DynamoEngine(stub.url, TOP_1, timeout=5, end_of_sequence=[3], **more), answer)
+    return started(DynamoEngine(stub.url, TOP_1, timeout=60, end_of_sequence=[3], **more), answer)
 
 
 def test_a_layer_that_is_zero_in_400_rows_is_refused(start: Any) -> None:

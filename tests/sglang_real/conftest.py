@@ -82,7 +82,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while b"fired up" not in log.read_bytes():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
@@ -98,6 +98,11 @@ class Server:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
+
+    def running(self) -> int:
+        """How many requests have had their first token, and not their last."""
+        with urllib.request.urlopen(f"{self.url}/v1/loads", timeout=120) as answer:
+            return sum(int(load["num_running_reqs"]) for load in json.load(answer)["loads"])
 
     def stop(self) -> None:
         if self.process.poll() is None:

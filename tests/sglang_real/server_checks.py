@@ -35,8 +35,10 @@ def one(engine: SglangEngine, request: Request) -> Completion:
     return completion
 
 
-def in_background(engine: SglangEngine, request: Request) -> tuple[threading.Thread, list[object]]:
-    """Start a request, and come back when the server has some of its tokens."""
+def in_background(
+    engine: SglangEngine, request: Request, server: Server | None
+) -> tuple[threading.Thread, list[object]]:
+    """Start a request, and come back when the server runs it; without a server, when it can be there."""
     landed: list[object] = []
 
     def work() -> None:
@@ -47,7 +49,9 @@ def in_background(engine: SglangEngine, request: Request) -> tuple[threading.Thr
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.4)
+    time.sleep(0.2)
+    while server is not None and not server.running() and not landed:
+        time.sleep(0.01)
     return thread, landed
 
 
@@ -106,9 +110,9 @@ def test_openai_routes(engine: SglangEngine, server: Server, verified: Say) -> N
     verified("/v1/completions: sglext equals /generate; n = 2 brings one array and is refused")
 
 
-def test_abort_returns_what_there_is(engine: SglangEngine, verified: Say) -> None:
+def test_abort_returns_what_there_is(engine: SglangEngine, server: Server, verified: Say) -> None:
     request = Request(prompt(3), LONG)
-    thread, landed = in_background(engine, request)
+    thread, landed = in_background(engine, request, server)
     [partial] = engine.abort([request.id])
     thread.join(60)
     assert landed == [partial]
@@ -119,12 +123,12 @@ def test_abort_returns_what_there_is(engine: SglangEngine, verified: Say) -> Non
     verified(f"abort: {len(partial.token_ids)} of 300 tokens come back with all their rows")
 
 
-def test_pause_holds_and_abort_works_while_paused(engine: SglangEngine, verified: Say) -> None:
+def test_pause_holds_and_abort_works_while_paused(engine: SglangEngine, server: Server, verified: Say) -> None:
     request = Request(prompt(4), LONG)
-    thread, landed = in_background(engine, request)
+    thread, landed = in_background(engine, request, server)
     engine.pause("keep")
     waiting = Request(prompt(5), GREEDY)
-    late, late_landed = in_background(engine, waiting)
+    late, late_landed = in_background(engine, waiting, None)
     time.sleep(0.5)
     assert not landed
     assert not late_landed
@@ -155,10 +159,10 @@ def test_weights_change_and_come_back(engine: SglangEngine, models: Models, veri
     verified("update_weights_from_disk: A -> B changes rows and versions, B -> A is equal to the bit")
 
 
-def test_swap_with_a_request_held_in_place(engine: SglangEngine, models: Models, verified: Say) -> None:
+def test_swap_with_a_request_held_in_place(engine: SglangEngine, server: Server, models: Models, verified: Say) -> None:
     request = Request(prompt(7), Sampling(max_tokens=300, temperature=0.0, ignore_eos=True))
     before = one(engine, request)
-    thread, landed = in_background(engine, Request(request.token_ids, request.sampling, id="held"))
+    thread, landed = in_background(engine, Request(request.token_ids, request.sampling, id="held"), server)
     engine.update_weights(str(models[1]), version=1, in_flight="keep")
     thread.join(60)
     [held] = landed
@@ -176,7 +180,7 @@ def test_swap_with_a_request_held_in_place(engine: SglangEngine, models: Models,
 
 
 def test_retract_and_swap_is_refused(engine: SglangEngine, server: Server, models: Models, verified: Say) -> None:
-    thread, landed = in_background(engine, Request(prompt(8), LONG))
+    thread, landed = in_background(engine, Request(prompt(8), LONG), server)
     assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
     body = {"model_path": str(models[1]), "weight_version": "7"}
     assert server.post("/update_weights_from_disk", body)[0] == 200
@@ -203,7 +207,8 @@ def test_an_unflushed_cache_is_seen(engine: SglangEngine, server: Server, models
     body = {"input_ids": list(prompt(9)), "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}}
     other = threading.Thread(target=server.post, args=("/generate", body))
     other.start()
-    time.sleep(0.4)
+    while not server.running():
+        time.sleep(0.01)
     with pytest.raises(EngineError, match="did not flush its cache"):
         engine.update_weights(str(models[1]), version=1)
     other.join(60)

@@ -31,7 +31,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 @pytest.fixture
 def engine(stub: Stub) -> Iterator[DynamoEngine]:
     """By completions, without the plugin, with the caller's word that the workers run on GPUs."""
-    with DynamoEngine(stub.url, SPEC, workers=[stub.url], timeout=5, end_of_sequence=[END], gpu_workers=True) as engine:
+    with DynamoEngine(
+        stub.url, SPEC, workers=[stub.url], timeout=60, end_of_sequence=[END], gpu_workers=True
+    ) as engine:
         stub.asked.clear()
         stub.headers.clear()
         yield engine
@@ -47,7 +49,7 @@ def plugin(stub: Stub) -> Plugin:
 @pytest.fixture
 def whole(stub: Stub, plugin: Plugin) -> Iterator[DynamoEngine]:
     """By the generate route, with the plugin."""
-    with DynamoEngine(stub.url, workers=[stub.url], timeout=5) as engine:
+    with DynamoEngine(stub.url, workers=[stub.url], timeout=60) as engine:
         stub.asked.clear()
         stub.headers.clear()
         plugin.asked.clear()

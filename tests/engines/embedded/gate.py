@@ -58,4 +58,4 @@ def in_thread(command: Callable[[], Any]) -> concurrent.futures.Future[Any]:
 
 
 def landed(future: concurrent.futures.Future[Any]) -> Any:
-    return future.result(timeout=20)
+    return future.result(timeout=120)

@@ -45,7 +45,7 @@ def served(pool: EnginePool) -> dict[str, int]:
     return {name: facts["served"] for name, facts in pool.report().items()}
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -104,7 +104,7 @@ def test_requests_of_an_engine_that_dies_go_to_the_others(make: Callable[..., En
 
     async def play() -> list[Any]:
         tasks = [asyncio.create_task(pool.submit(Request(prompt(seed), LONG))) for seed in range(6)]
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(until, lambda: pool.report()["a"]["running"] == 3)
         await asyncio.to_thread(engine_of(pool, "a").close)
         return await asyncio.gather(*tasks)
 
@@ -165,8 +165,7 @@ def test_requests_of_a_silent_engine_are_taken_from_it(make: Callable[..., Engin
 
     async def play() -> list[Any]:
         tasks = [asyncio.create_task(pool.submit(Request(prompt(seed), GREEDY))) for seed in range(2)]
-        await asyncio.sleep(0.2)
-        assert pool.report()["a"]["running"] == 1
+        await asyncio.to_thread(until, lambda: pool.report()["a"]["running"] == 1)
         pool._set_aside(pool._members[0], "it does not answer")
         return await asyncio.gather(*tasks)
 
@@ -179,7 +178,7 @@ def test_a_caller_that_goes_away_takes_its_request_along(make: Callable[..., Eng
 
     async def play() -> None:
         task = asyncio.create_task(pool.submit(Request(prompt(), LONG)))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(until, lambda: pool.report()["a"]["running"] == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -217,7 +216,7 @@ def test_a_waiting_request_can_be_aborted(make: Callable[..., EnginePool]) -> No
 
     async def play() -> Any:
         task = asyncio.create_task(pool.submit(Request(prompt(), Sampling(n=2), id="wanted")))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(until, lambda: "wanted" in pool._flights)
         await asyncio.to_thread(pool.abort, ["wanted"])
         return await task
 
@@ -294,7 +293,7 @@ def test_a_closed_pool_refuses_and_ends_what_waits(make: Callable[..., EnginePoo
 
     async def play() -> None:
         task = asyncio.create_task(pool.submit(Request(prompt(), GREEDY)))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(until, lambda: bool(pool._flights))
         await asyncio.to_thread(pool.close)
         with pytest.raises(EngineError, match="closed before"):
             await task

@@ -33,5 +33,5 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 
 @pytest.fixture
 def engine(stub: Stub) -> Iterator[SglangEngine]:
-    with SglangEngine(stub.url, SPEC, timeout=5) as engine:
+    with SglangEngine(stub.url, SPEC, timeout=60) as engine:
         yield engine

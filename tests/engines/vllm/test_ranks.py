@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from router_replay.engines import Completion, Engine, Request
+from router_replay.engines import Engine, Request
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.engines.vllm.samples import progress_of_all
 from router_replay.engines.vllm.serve import MODULE
@@ -28,11 +28,13 @@ from tests.engines.conftest import (
     Checkpoints,
     Server,
     Trainer,
+    dropped,
     ended_before,
     metric,
     midway,
     not_aborted,
     prompt,
+    running,
     start_command,
     start_server,
 )
@@ -161,18 +163,9 @@ def test_an_abort_reaches_the_ranks_of_its_requests(stock: Engine, stock_server:
     """From 0.32 on, the route for token ids comes with a call that aborts; before, nothing comes back."""
     requests = [Request(prompt(seed), LONG) for seed in range(4)]
 
-    async def drop() -> list[list[Completion]]:
-        tasks = [asyncio.create_task(stock.submit(request)) for request in requests]
-        await asyncio.to_thread(eventually, lambda: running(stock_server) == 4)
-        await asyncio.to_thread(stock.abort)
-        return [await task for task in tasks]
-
     returns_tokens = numbers_of(installed_version()) >= (0, 32)
-    landed = asyncio.run(midway(stock, requests, stock.abort, too_late=not_aborted) if returns_tokens else drop())
+    aborting = midway(stock, requests, stock.abort, too_late=not_aborted)
+    landed = asyncio.run(aborting if returns_tokens else dropped(stock, stock_server, requests))
     assert all(completion.finish_reason == "abort" for [completion] in landed)
     assert all((len(completion.token_ids) > 0) == returns_tokens for [completion] in landed)
     eventually(lambda: running(stock_server) == 0)
-
-
-def running(server: Server) -> float:
-    return sum(metric(server, "vllm:num_requests_running{"))

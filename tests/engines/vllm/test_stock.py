@@ -35,11 +35,13 @@ from tests.engines.conftest import (
     Server,
     Servers,
     Trainer,
+    dropped,
     metric,
     midway,
     not_aborted,
     one,
     prompt,
+    running,
     same,
     start_command,
 )
@@ -252,15 +254,10 @@ def test_the_recorded_answer_is_still_what_comes(
 def test_an_abort_drops_the_request_on_a_server_that_has_no_call_for_it(
     completions: Engine, completions_server: Server
 ) -> None:
-    async def work() -> None:
-        tasks = [asyncio.create_task(completions.submit(Request(prompt(seed), LONG))) for seed in range(2)]
-        await asyncio.to_thread(eventually, lambda: running(completions_server) == 2)
-        aborted = await asyncio.to_thread(completions.abort)
-        assert [(one.finish_reason, len(one.token_ids), len(one.routes)) for one in aborted] == [("abort", 0, 0)] * 2
-        assert [await task for task in tasks] == [[one] for one in aborted]
-
     before = one(completions, Request(prompt(), GREEDY))
-    asyncio.run(work())
+    requests = [Request(prompt(seed), LONG) for seed in range(2)]
+    landed = asyncio.run(dropped(completions, completions_server, requests))
+    assert [(one.finish_reason, len(one.token_ids), len(one.routes)) for [one] in landed] == [("abort", 0, 0)] * 2
     eventually(lambda: running(completions_server) == 0)
     assert same(before, one(completions, Request(prompt(), GREEDY)))
 
@@ -307,9 +304,12 @@ def test_a_server_without_a_pause_waits_and_aborts(completions: Engine) -> None:
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_batch(generate: Engine, servers: Servers) -> None:
+    longest = Sampling(max_tokens=230, ignore_eos=True)
+
     async def work() -> list[Any]:
-        tasks = [asyncio.create_task(generate.submit(Request(prompt(seed), LONG))) for seed in range(6)]
-        await asyncio.sleep(0.2)
+        tasks = [asyncio.create_task(generate.submit(Request(prompt(seed, 20), longest))) for seed in range(6)]
+        while not await asyncio.to_thread(running, servers.plain):
+            await asyncio.sleep(0)
         servers.plain.kill()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -318,11 +318,6 @@ def test_a_server_that_is_killed_in_the_middle_of_a_batch(generate: Engine, serv
     assert all(isinstance(result, EngineError) for result in results), results
     with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
         generate.generate([Request(prompt(), GREEDY)])
-
-
-def running(server: Server) -> float:
-    [value] = metric(server, "vllm:num_requests_running{")
-    return value
 
 
 def answered(server: Server, path: str) -> float:
