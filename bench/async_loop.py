@@ -30,6 +30,7 @@ from bench.virtual_engines import LONGEST, PROMPT, AtOnce, TimedEngine, TimedPoo
 from router_replay.engines.types import InFlight
 from router_replay.rl.config import AsynchronousConfig, EngineConfig, RolloutConfig, TrainConfig
 from router_replay.rl.environments.base import Environment, Task, Turn
+from router_replay.rl.loop.garbage import full_collections_between_steps
 from router_replay.rl.rollout import Rollout
 from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.stream import RolloutStream
@@ -116,13 +117,14 @@ def asynchronous(config: TrainConfig, pool: TimedPool, steps: int, train: float)
         loop = stream._loop = VirtualLoop()
         loop.outside = 1
         stream.begin_journal(0)
-        with stream:
+        with stream, full_collections_between_steps() as collect:
             in_flight, costs, spent_before, ended_before = list[float](), list[float](), 0.0, 0.0
             for version in range(WARM_UP + steps):
                 stream._call(loop.asleep(stream._rollouts.take(version)))
                 in_flight.append(stream.figures()["episodes/playing"])
                 stream._call(loop.asleep(asyncio.sleep(train)))
                 stream.new_weights(version + 1, functools.partial(swap, pool, version + 1))
+                collect()
                 now = stream.figures()
                 spent, ended = time.process_time(), sum(now[name] for name in now if name.startswith(ENDED))
                 if version == WARM_UP - 1:

@@ -27,7 +27,7 @@ from bench.train_gpu import make_model
 from router_replay.engines import Completion, Request, Sampling, VllmEngine
 from router_replay.engines.environment import environment
 from router_replay.engines.lazy_tensors import LazyTensors
-from router_replay.engines.pieces import in_checkpoint, pieces_of
+from router_replay.engines.pieces import pieces_of
 from router_replay.engines.vllm.cuda_weights import CudaWeights
 from router_replay.rl.config import EngineConfig, load_config
 from router_replay.rl.engine_start import CPU_ENVIRONMENT, QUIET
@@ -110,7 +110,7 @@ class OnGpu:
         self._weights = CudaWeights(told, torch.cuda.current_device())
 
     def __call__(self, state: LazyTensors, version: int) -> CudaWeights:
-        self._weights.write_each(in_checkpoint(self._pieces, self._sync.for_engine(state)))
+        self._weights.write_pieces(self._pieces, self._sync.for_engine(state))
         return self._weights
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from router_replay.engines.copies import Move, View, joined
 from router_replay.errors import EngineError
 
 
@@ -87,6 +88,20 @@ def in_checkpoint(pieces: list[Piece], tensors: Mapping[str, torch.Tensor]) -> I
         for piece in own:
             yield piece.name, piece.of(tensor)
         del tensor
+
+
+def moves_of(pieces: list[Piece], shape: torch.Size, offsets: Mapping[str, int]) -> list[Move]:
+    """Return the copies of one tensor of the model, with this `shape`, to the places of its `pieces` in a memory.
+
+    `offsets` say where each piece begins there, in elements; the pieces are contiguous. The fewest copies are made: if
+    the pieces lie there as in the model, it is one.
+    """
+    whole = torch.empty(shape, device="meta")
+    moves = []
+    for piece in pieces:
+        place = View.of(torch.empty(piece.shape, device="meta")).moved(offsets[piece.name])
+        moves.append(Move(View.of(piece.of(whole)), place))
+    return joined(moves)
 
 
 class _Views(TorchFunctionMode):

@@ -119,9 +119,10 @@ class Request:
             )
             start = routes_start
         given = f"request-{next(_numbers)}" if id is _NEW_ID else id
-        fields = {"token_ids": token_ids, "sampling": sampling, "start": start, "forced_routes": forced_routes}
-        for name, value in (*fields.items(), ("id", given), ("known_routes", known_routes)):
-            object.__setattr__(self, name, value)
+        vars(self).update(  # the class is frozen, so the fields are set in its dict
+            token_ids=token_ids, sampling=sampling, start=start, forced_routes=forced_routes, id=given,
+            known_routes=known_routes,
+        )  # fmt: skip
 
     @property
     def routes_start(self) -> int:
@@ -279,7 +280,8 @@ class Completion:
                 f"{self.request_id}: expected {rows} rows (prompt {prompt_tokens} + completion {tokens} - 1 - start "
                 f"{self.start}), got {len(self.routes)}"
             )
-        self._check_values(checks.TOKEN_LIMIT if vocabulary is None else vocabulary)
+        if tokens:
+            self._check_values(checks.TOKEN_LIMIT if vocabulary is None else vocabulary)
         return self
 
     def _check_values(self, vocabulary: int) -> None:

@@ -29,14 +29,18 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, source: Any) -> Self:
         """Make it from `source`, a Trajectory, a Sample or a similar object. Raises BatchError if a field is wrong."""
-        sample = Sample.of(source)
-        routes = sample.routes
+        return cls.of_checked(Sample.of(source))
+
+    @classmethod
+    def of_checked(cls, source: Any) -> Self:
+        """Make it from `source`, a Trajectory, or a Sample with one version per token that was checked before."""
+        tokens, routes = source.token_ids, source.routes
         return cls(
-            np.asarray(sample.token_ids, "<i8").tobytes(),
-            np.asarray(sample.logprobs, "<f4").tobytes(),
-            np.asarray(sample.loss_mask, "|b1").tobytes(),
-            np.asarray(sample.versions, "<i8").tobytes(),
-            b"" if routes is None else wire.encode(routes.read(), codec="dense", token_ids=sample.token_ids),
+            np.asarray(tokens, "<i8").tobytes(),
+            np.asarray(source.logprobs, "<f4").tobytes(),
+            np.asarray(source.loss_mask, "|b1").tobytes(),
+            np.asarray(source.versions, "<i8").tobytes(),
+            b"" if routes is None else wire.encode(routes.read(), codec="dense", token_ids=tokens),
         )
 
     def sample(self, spec: RouterSpec | None = None) -> Sample:

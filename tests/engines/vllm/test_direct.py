@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from router_replay.engines import Completion, Request, VllmEngine
-from router_replay.engines.vllm.plugin.weights.sources import Weights
+from router_replay.engines.vllm.plugin.weights.sources import Weights, open_source
 from router_replay.engines.vllm.weights import share
 from router_replay.errors import EngineError
 from tests.engines.conftest import ENVIRONMENT, GREEDY, SHAPE, Checkpoints, environment, one, prompt, same
@@ -59,6 +59,8 @@ def test_weights_written_directly_are_those_of_a_fresh_engine(
     with share(states["a"]) as shared:
         plain.update_weights(shared, 2)
     assert same(ask(plain), on_a)
+    copies = plain.report()["weights"]["copies"]
+    assert report["direct_parameters"] <= copies < len(states["a"]) / 2  # the experts of a layer are one copy or two
     for version, folder, expected in (
         (3, checkpoints.b, plain_b),
         (4, checkpoints.b, plain_b),
@@ -153,6 +155,21 @@ def test_the_plan_is_what_the_loaders_do() -> None:
     expected = Model()
     expected.load_weights(iter(given(3.0)))
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_copies_out_of_one_memory_are_joined_and_write_the_same_bits() -> None:
+    from router_replay.engines.vllm.plugin.weights.direct import plan_for
+
+    model, expected = Model(), Model()
+    model.load_weights(iter(given()))
+    plan = plan_for(model, given())
+    assert plan.write(model, given(3.0)) == 3
+    for scale, order, copies in ((5.0, "a b norm", 2), (7.0, "norm a b", 2), (9.0, "b norm a", 3)):  # other memories
+        state = {name: given(scale).read(name) for name in order.split()}
+        with share(state) as shared:
+            assert plan.write(model, open_source(shared.info())) == copies  # a and b are one where a is the first
+        expected.load_weights(iter(given(scale)))
+        assert all(torch.equal(*both) for both in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def test_a_layer_with_other_values_than_the_plan_would_write_stays_with_the_loader() -> None:

@@ -34,7 +34,7 @@ class Flight:
 
     def fail(self, error: Exception) -> None:
         """Answer the request with an error."""
-        self.landed = True
+        self._end()
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # its caller has cancelled it
             self.future.set_exception(error)
 
@@ -43,9 +43,9 @@ class Flight:
 
         If no valid answer can be built, only this request fails.
         """
-        self.landed = True
+        samples = self._end()
         try:
-            completions = [sample.completion(spec) for sample in self.samples]
+            completions = [sample.completion(spec) for sample in samples]
         except Exception as error:
             failure = EngineError(f"{self.request.id}: building the answer failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -54,6 +54,11 @@ class Flight:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result(completions)
         return completions
+
+    def _end(self) -> list[Sample]:
+        """Take the samples, which know their flight: with them it would stay in memory until a garbage collection."""
+        samples, self.samples, self.landed = self.samples, [], True
+        return samples
 
 
 class Sample:

@@ -198,7 +198,8 @@ class EnginePool(Engine):
         """Abort the requests `request_ids` (all if None), and return their output so far."""
         names = checks.request_ids(request_ids)
         with self._lock:
-            wanted = {name: self._flights[name] for name in self._flights if names is None or name in names}
+            known = self._flights if names is None else (name for name in names if name in self._flights)
+            wanted = {name: self._flights[name] for name in known}
             self._stopped |= {name for name, member in wanted.items() if member is None}
         by_member: dict[_Member, list[str]] = {}
         for name, member in wanted.items():

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from router_replay.engines.pieces import Piece
 from router_replay.engines.vllm.plugin.weights.sources import DTYPES, gpu_name
-from router_replay.engines.vllm.weights import index_of
+from router_replay.engines.vllm.weights import PieceWriter, index_of
 from router_replay.errors import EngineError
 
 
@@ -26,6 +27,7 @@ class CudaWeights:
 
     def __init__(self, like: Mapping[str, torch.Tensor], gpu: int) -> None:
         self._tensors, length = index_of(like)
+        self._pieces = PieceWriter(self._tensors)
         self._memory = torch.empty(length, dtype=torch.uint8, device=torch.device("cuda", gpu))
         _, *parts = self._memory.untyped_storage()._share_cuda_()
         described = ["b" + base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in parts]
@@ -41,6 +43,15 @@ class CudaWeights:
             place = self._memory[begin : begin + tensor.numel() * dtype.itemsize].view(dtype)
             place.view(tensor.shape).copy_(tensor.detach())
         torch.cuda.synchronize(self._memory.device)  # the engine reads in another process
+
+    def write_pieces(self, pieces: list[Piece], tensors: Mapping[str, torch.Tensor]) -> int:
+        """Write a model's `tensors`, of which this memory has all `pieces`, and return the number of copies.
+
+        No engine may read meanwhile.
+        """
+        copies = self._pieces.write(pieces, tensors, self._memory)
+        torch.cuda.synchronize(self._memory.device)  # the engine reads in another process
+        return copies
 
     def info(self) -> dict[str, Any]:
         """Return how vLLM finds the tensors, ready for JSON."""

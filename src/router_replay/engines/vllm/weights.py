@@ -21,7 +21,8 @@ from typing import Any, Self
 import torch
 
 from router_replay.engines import shared_memory
-from router_replay.engines.pieces import in_checkpoint, pieces_of
+from router_replay.engines.copies import Move
+from router_replay.engines.pieces import Piece, by_tensor, in_checkpoint, moves_of, pieces_of
 from router_replay.engines.shared_memory import SHARED_MEMORY
 from router_replay.engines.vllm.plugin.weights.sources import DTYPES
 from router_replay.errors import EngineError
@@ -72,6 +73,45 @@ def index_of(like: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]
     return tensors, length
 
 
+class PieceWriter:
+    """Writes tensors of a transformers model into memory that holds their pieces with the index `told`.
+
+    Each tensor of the model takes few copies, and one if its pieces lie there as in the model.
+    """
+
+    def __init__(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        self._told = told
+        self._moves: dict[tuple[str, torch.Size], tuple[torch.dtype, list[Move]]] = {}
+
+    def write(self, pieces: list[Piece], tensors: Mapping[str, torch.Tensor], memory: torch.Tensor) -> int:
+        """Write `tensors` with these `pieces` into the bytes `memory`, and return the number of copies.
+
+        Each tensor is read once, and not kept.
+        """
+        copies = 0
+        for name, own in by_tensor(pieces).items():
+            tensor = tensors[name].detach().contiguous()
+            dtype, moves = self._moves_of(name, own, tensor.shape)
+            target = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+            for move in moves:
+                move.make(tensor, target)
+            copies += len(moves)
+            del tensor
+        return copies
+
+    def _moves_of(self, name: str, pieces: list[Piece], shape: torch.Size) -> tuple[torch.dtype, list[Move]]:
+        found = self._moves.get((name, shape))
+        if found is None:
+            for piece in pieces:
+                if list(piece.shape) != self._told[piece.name]["shape"]:
+                    expected = self._told[piece.name]["shape"]
+                    raise EngineError(f"{piece.name} has shape {list(piece.shape)}, expected {expected}")
+            [dtype] = {DTYPES[self._told[piece.name]["dtype"]] for piece in pieces}  # that of the model's tensor
+            offsets = {piece.name: self._told[piece.name]["offset"] // dtype.itemsize for piece in pieces}
+            found = self._moves[name, shape] = dtype, moves_of(pieces, shape, offsets)
+        return found
+
+
 class SharedWeights:
     """Allocates a shared memory segment for tensors with the names, shapes and dtypes of `like`; `write` fills it.
 
@@ -83,6 +123,7 @@ class SharedWeights:
         self.name = shared_memory.new_name()
         self._tensors, length = index_of(like)
         shared_memory.sweep(SHARED_MEMORY)
+        self._pieces = PieceWriter(self._tensors)
         self._memory, lock = _allocate(self.name, length)
         self._unlink = weakref.finalize(self, _give_up, os.getpid(), SHARED_MEMORY / self.name, lock, self._memory)
 
@@ -98,8 +139,7 @@ class SharedWeights:
 
     def write_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write tensors as they come, under names that this memory has. No engine may read meanwhile."""
-        if not self._unlink.alive:
-            raise EngineError("this shared memory was closed: allocate it again with share")
+        self._refuse_closed()
         for name, tensor in tensors:
             told = self._tensors[name]
             if list(tensor.shape) != told["shape"]:
@@ -110,6 +150,21 @@ class SharedWeights:
                 self._memory, dtype=DTYPES[told["dtype"]], count=tensor.numel(), offset=told["offset"]
             )
             flat.view(tensor.shape).copy_(tensor.detach())
+
+    def write_pieces(self, pieces: list[Piece], tensors: Mapping[str, torch.Tensor]) -> int:
+        """Write a model's `tensors`, of which this memory has all `pieces`, and return the number of copies.
+
+        No engine may read meanwhile.
+        """
+        self._refuse_closed()
+        copies = self._pieces.write(pieces, tensors, torch.frombuffer(self._memory, dtype=torch.uint8))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # another process reads what was copied from the GPU
+        return copies
+
+    def _refuse_closed(self) -> None:
+        if not self._unlink.alive:
+            raise EngineError("this shared memory was closed: allocate it again with share")
 
     def info(self) -> dict[str, Any]:
         """Return how vLLM finds the tensors: the `update_info` of its /update_weights, ready for JSON."""

@@ -7,6 +7,7 @@ engine while episodes are in progress.
 
 from __future__ import annotations
 
+from router_replay.rl.loop.garbage import full_collections_between_steps
 from router_replay.rl.loop.interrupts import Interrupts
 from router_replay.rl.loop.rescue import saving_on_failure
 from router_replay.rl.loop.run import Run
@@ -20,9 +21,11 @@ def async_loop(run: Run) -> Progress:
         if run.saved_step is None:  # --resume finds episodes by a checkpoint, so there is one from the start
             run.save()
         run.begin()
-        while run.progress.step < run.config.steps:
-            step(run, interrupts)
-            run.stop_if_asked(interrupts.asked)
+        with full_collections_between_steps() as collect:
+            while run.progress.step < run.config.steps:
+                step(run, interrupts)
+                collect()
+                run.stop_if_asked(interrupts.asked)
         if run.first is not None:
             run.first.stop()
         run.save()  # also after a step with a checkpoint: more episodes have finished since

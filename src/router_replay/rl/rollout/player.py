@@ -91,6 +91,11 @@ class Player:
         """Return the maximum number of turns of an episode."""
         return self._config.turns_of(self._task)
 
+    @property
+    def puts_away(self) -> bool:
+        """Return whether `put_away` has something to do."""
+        return self._keep is not None
+
     def reset(self, number: int, group: int, problem: int) -> Episode:
         """Start an episode of a problem."""
         with guarded(f"problem {problem}: {_name(self._task)}.environment and its reset", RewardError):

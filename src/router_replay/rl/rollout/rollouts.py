@@ -216,7 +216,7 @@ class Rollouts:
                 await self._in_pool(self._player.step, episode, prompt, tokens)
         if group.dropped:
             self._figures.wasted += episode.sampled_tokens
-        else:
+        elif self._player.puts_away:
             await self._in_pool(self._player.put_away, episode)
         return episode
 
@@ -225,15 +225,16 @@ class Rollouts:
         tokens: list[int] = []
         play = group.playing.get(member, Play())
         order, name = self._order, f"{group.number}.{member}"
+        sampled_by = set(episode.versions.tolist())  # the versions of all sampled tokens of the episode
         for attempt in range(1 << 30):
-            await (self._gate if episode.sampled_tokens else self._second_gate).wait()
+            await (self._gate if sampled_by else self._second_gate).wait()
             await order.turn(name)
             if group.dropped:
                 break
             if play.oldest is None:
                 play.oldest = self._version
             seed = seed_of(self._seed, group.number, member, turn, attempt)
-            forced = self._settings.on_new_weights == "resume" and self._rows_are_older(episode)
+            forced = self._settings.on_new_weights == "resume" and bool(sampled_by - {self._version})
             request = self._player.request(episode, seed, more=tokens, forced=forced, id=f"{name}.{turn}.{attempt}")
             epoch, play.request = self._epoch, request.id
             order.did("submit", request=request.id, version=self._version)
@@ -242,22 +243,21 @@ class Rollouts:
             play.request = None
             if order.notes:
                 order.did("answer", request=request.id, **_facts_of(completion))
-            self._player.append(episode, request.token_ids, completion)
-            tokens += completion.token_ids.tolist()
+            if (
+                len(completion.token_ids) or completion.finish_reason != "abort"
+            ):  # aborted in the queue, it adds nothing
+                self._player.append(episode, request.token_ids, completion)
+                tokens += completion.token_ids.tolist()
+                sampled_by.update(completion.versions.tolist())
             if completion.finish_reason != "abort" or len(tokens) >= self._player.room(episode):
                 break
             if epoch == self._epoch:
                 raise EngineError(f"{request.id}: the engine aborted a request that the trainer did not abort")
             if not group.dropped:
                 self._figures.resumed += len(completion.token_ids)
-            if not episode.sampled_tokens:  # nothing was sampled by the old weights
+            if not sampled_by:  # nothing was sampled by the old weights
                 play.oldest = None
         return tokens
-
-    def _rows_are_older(self, episode: Episode) -> bool:
-        """Return whether a sampled token of the episode is of another version than the engine's."""
-        versions = episode.versions
-        return bool(len(versions)) and bool((versions != self._version).any())
 
     async def _submit(self, request: Request) -> list[Completion]:
         self._figures.submitted()
@@ -347,7 +347,7 @@ class Rollouts:
             self._news.clear()
             await self._news.wait()
         self._taken = chosen
-        self._ready = [group for group in self._ready if group not in chosen]
+        self._ready = _without(self._ready, chosen)
         self._taken_at = time.perf_counter()
         episodes = [group.members[member] for group in chosen for member in sorted(group.members)]
         for number, episode in enumerate(episodes):
@@ -373,8 +373,8 @@ class Rollouts:
         self.ledger.trained += sum(group.size for group in self._taken)
         self._taken = []
         evicted = cast(list[Group], self._policy.evict(self._ready, version))
+        self._ready = _without(self._ready, evicted)
         for group in evicted:
-            self._ready.remove(group)
             self._drop(group, "stale")
         too_old = cast(list[Group], self._policy.abort(list(self._running.values()), version))
         for group in too_old:
@@ -435,6 +435,12 @@ class Rollouts:
             "episodes/saved": self.ledger.open() - playing,
             "episodes/playing": playing,
         }
+
+
+def _without(groups: Sequence[Group], others: Sequence[Group]) -> list[Group]:
+    """Return the groups that are not among the others. A step may have thousands of each."""
+    numbers = {group.number for group in others}
+    return [group for group in groups if group.number not in numbers]
 
 
 def _facts_of(completion: Completion) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _damaged(path: pathlib.Path, number: int, reason: str) -> TrainError:
 
 
 def _encoded(episode: Episode, member: int, size: int) -> bytes:
-    sequences = [Sequence.of(one) for one in episode.trajectories if len(one)]
+    sequences = [Sequence.of_checked(one) for one in episode.trajectories if len(one)]
     record = _Record(
         episode.group, member, size, episode.problem, float(episode.reward), episode.turns, episode.done, sequences
     )

@@ -13,8 +13,9 @@ so a model that fits on no single host can be written. If its work fails, the bl
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,23 +34,21 @@ class Lent:
     """
 
     def __init__(self, shards: Shards, ranks: Ranks) -> None:
-        self._shards, self._ranks = shards, ranks
-        self._numbers = {key: number for number, key in enumerate(_keys(shards))}
-        self._one_at_a_time = threading.Lock()  # engines may load in threads of their own
-        self.steps = shards.steps
-        self.weights = LazyTensors(shards.like, self._reader(""))
-        trained = {name: shards.like[name] for name in shards.steps}
-        self.moments = {moment: LazyTensors(trained, self._reader(moment)) for moment in MOMENTS}
+        numbers = {key: number for number, key in enumerate(_keys(shards))}
+        one_at_a_time = threading.Lock()  # engines may load in threads of their own
 
-    def _reader(self, moment: str) -> Callable[[str], torch.Tensor]:
-        def gather(name: str) -> torch.Tensor:
-            with self._one_at_a_time:
-                _tell(self._numbers[moment, name], self._ranks)
-                tensor = self._shards.gather(name, moment)
+        # Not a method: what it reads would hold this object and it would hold them, until a garbage collection.
+        def gather(moment: str, name: str) -> torch.Tensor:
+            with one_at_a_time:
+                _tell(numbers[moment, name], ranks)
+                tensor = shards.gather(name, moment)
             assert tensor is not None
             return tensor
 
-        return gather
+        self.steps = shards.steps
+        self.weights = LazyTensors(shards.like, functools.partial(gather, ""))
+        trained = {name: shards.like[name] for name in shards.steps}
+        self.moments = {moment: LazyTensors(trained, functools.partial(gather, moment)) for moment in MOMENTS}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from router_replay.engines.lazy_tensors import like_of
-from router_replay.engines.pieces import Piece, in_checkpoint
+from router_replay.engines.pieces import Piece
 from router_replay.engines.vllm.weights import SharedWeights
 from router_replay.errors import EngineError
 
@@ -38,7 +38,7 @@ class Segment:
             except EngineError:
                 self._fits = False
                 return None
-        self._weights.write_each(in_checkpoint(self._pieces, state))
+        self._weights.write_pieces(self._pieces, state)
         return self._weights
 
     def close(self) -> None:

@@ -16,38 +16,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from router_replay.engines.copies import Move, View, joined
 from router_replay.engines.vllm.plugin import seams
 from router_replay.engines.vllm.plugin.weights.fitting import stand_ins
-from router_replay.engines.vllm.plugin.weights.sources import Index, Weights
+from router_replay.engines.vllm.plugin.weights.sources import Index, Memory, Weights
 from router_replay.errors import EngineError
 
 # What a layer may do with its weights after they are loaded: these methods use them as they are, except on CPUs.
 COPYING = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 ATTENTION = "Attention"  # it derives nothing from the weights of other layers; attention with latents does
 CONSTANT = ("fill_", "zero_")  # a loader sets padding to a constant, which stays
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """A rectangle of a tensor, as torch describes it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """Return the place of `tensor` in its storage."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rectangle of `tensor`, which must have a storage of its own or begin at its place there."""
-        return tensor.as_strided(self.shape, self.stride, self.offset + tensor.storage_offset())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +41,9 @@ class Copy:
     given: View
     parameter: str
     place: View
+
+
+_Joined: TypeAlias = tuple[torch.dtype, str, Move]  # what the memory is seen as, the parameter, and the copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +57,9 @@ class Plan:
     copies: list[Copy]
     remaining: frozenset[str]
     reasons: dict[str, str]
+    _joined: list[tuple[dict[str, int], list[_Joined]]] = dataclasses.field(
+        default_factory=list, compare=False, repr=False
+    )
 
     @property
     def parameters(self) -> int:
@@ -82,17 +71,52 @@ class Plan:
         return self.index == weights.index
 
     @torch.no_grad()
-    def write(self, model: Any, weights: Weights) -> None:
-        """Make all copies."""
+    def write(self, model: Any, weights: Weights) -> int:
+        """Make all copies, and return the number of calls that it took.
+
+        If the weights lie in one memory, the copies of all experts of a layer are one call.
+        """
         live = _tensors(model)
-        for name, copies in _by_name(self.copies).items():
-            tensor = weights.read(name)
-            for copy in copies:
-                copy.place.on(live[copy.parameter].data).copy_(copy.given.on(tensor), non_blocking=True)
+        if weights.memory is None:
+            for name, copies in _by_name(self.copies).items():
+                tensor = weights.read(name)
+                for copy in copies:
+                    Move(copy.given, copy.place).make(tensor, live[copy.parameter].data)
+            return len(self.copies)
+        moves = self._moves(weights.memory, live)
+        for dtype, parameter, move in moves:
+            move.make(weights.memory.seen_as(dtype), live[parameter].data)
+        return len(moves)
+
+    def _moves(self, memory: Memory, live: Mapping[str, torch.Tensor]) -> list[_Joined]:
+        """Return the joined copies from this memory. A trainer shares the same memory for all versions."""
+        if not self._joined or self._joined[0][0] != memory.offsets:
+            self._joined[:] = [(memory.offsets, _joined_copies(self, memory, live))]
+        return self._joined[0][1]
 
     def rest(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that vLLM's loader must load."""
         return ((name, weights.read(name)) for name in weights.index if name in self.remaining)
+
+
+def _joined_copies(plan: Plan, memory: Memory, live: Mapping[str, torch.Tensor]) -> list[_Joined]:
+    """Return the copies from one memory, joined where their places are not written twice."""
+    apart: dict[tuple[torch.dtype, str], list[Move]] = {}
+    places = collections.Counter(_start(copy, live) for copy in plan.copies)
+    in_order: list[_Joined] = []
+    for copy in plan.copies:
+        dtype = plan.index[copy.name][0]
+        move = Move(copy.given.moved(memory.offsets[copy.name] // dtype.itemsize), copy.place)
+        if places[_start(copy, live)] > 1:  # tied weights that the checkpoint has twice: the last one is right
+            in_order.append((dtype, copy.parameter, move))
+        else:
+            apart.setdefault((dtype, copy.parameter), []).append(move)
+    return [(*key, move) for key, moves in apart.items() for move in joined(moves)] + in_order
+
+
+def _start(copy: Copy, live: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    tensor = live[copy.parameter]
+    return _storage(tensor), tensor.storage_offset() + copy.place.offset
 
 
 @torch.no_grad()

@@ -81,12 +81,12 @@ class WeightLoader:
         repaired = self._reload(iter(weights))
         seconds = time.perf_counter() - began
         logger.info("new weights: vLLM's loader took %.3f s", seconds)
-        return {"repaired_layers": repaired, "seconds_direct": 0.0, "seconds_loader": seconds}
+        return {"repaired_layers": repaired, "copies": 0, "seconds_direct": 0.0, "seconds_loader": seconds}
 
     def _load_by(self, plan: Plan, weights: Weights) -> dict[str, Any]:
         runner = self._worker.model_runner
         began = time.perf_counter()
-        plan.write(runner.get_model(), weights)
+        copies = plan.write(runner.get_model(), weights)
         self._wait()
         written = time.perf_counter()
         repaired = 0
@@ -97,10 +97,11 @@ class WeightLoader:
                 getattr(runner, name, lambda: None)()
         ended = time.perf_counter()
         logger.info(
-            "new weights: %.3f s to write %d parameters directly, %.3f s of vLLM's loader for %d layers",
-            written - began, plan.parameters, ended - written, len(plan.reasons),
+            "new weights: %.3f s to write %d parameters directly with %d copies, %.3f s of vLLM's loader for %d layers",
+            written - began, plan.parameters, copies, ended - written, len(plan.reasons),
         )  # fmt: skip
-        return {"repaired_layers": repaired, "seconds_direct": written - began, "seconds_loader": ended - written}
+        seconds = {"seconds_direct": written - began, "seconds_loader": ended - written}
+        return {"repaired_layers": repaired, "copies": copies, **seconds}
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]], layers: frozenset[str] | None = None) -> int:
         """Load by vLLM's own loader: all layers, or those with weights in `weights`, whose names are `layers`."""

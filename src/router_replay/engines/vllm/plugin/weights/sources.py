@@ -44,16 +44,30 @@ IN_FILES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Memory:
+    """Hold one memory with all tensors of a source: its `bytes`, and at which of them each tensor begins."""
+
+    bytes: torch.Tensor
+    offsets: dict[str, int]
+
+    def seen_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the whole memory as elements of `dtype`."""
+        return self.bytes[: len(self.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Weights:
     """Hold the tensors of a source by name: the description of each, and a function that returns it.
 
-    `part` returns a rectangle of a tensor, if that is cheaper than to read all of it.
+    `part` returns a rectangle of a tensor, if that is cheaper than to read all of it. `memory` is where all of them
+    lie, each contiguous, if that is one memory.
     """
 
     where: str
     index: Index
     read: Callable[[str], torch.Tensor]
     part: Callable[[str, Place], torch.Tensor] | None = None
+    memory: Memory | None = None
 
     def read_part(self, name: str, place: Place) -> torch.Tensor:
         """Return the rectangle `place` of a tensor."""
@@ -158,7 +172,9 @@ def _open_shared(shared: Mapping[str, Any]) -> Weights:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     index = {tensor: (dtype, shape) for tensor, (dtype, shape, _) in entries.items()}
-    return Weights(f"shared memory {name}", index, read)
+    offsets = {tensor: offset for tensor, (_, _, offset) in entries.items()}
+    whole = Memory(torch.frombuffer(memory, dtype=torch.uint8), offsets)
+    return Weights(f"shared memory {name}", index, read, memory=whole)
 
 
 # -- the memory of the same GPU -----------------------------------------------------------------------
@@ -183,7 +199,8 @@ def _open_cuda(told: Mapping[str, Any]) -> Weights:
         return bytes_of_it[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     index = {tensor: (dtype, shape) for tensor, (dtype, shape, _) in entries.items()}
-    return Weights(f"the memory of {gpu}", index, read)
+    offsets = {tensor: offset for tensor, (_, _, offset) in entries.items()}
+    return Weights(f"the memory of {gpu}", index, read, memory=Memory(bytes_of_it, offsets))
 
 
 @functools.lru_cache(maxsize=1)  # a trainer shares the same memory for all versions
