@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-ray | test-megatron | test-trl | test-verl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-ray | test-megatron | test-trl | test-axolotl | test-verl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-ray test-megatron test-trl test-verl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-trl test-axolotl test-verl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
 
 setup: $(READY)
 
@@ -41,9 +41,10 @@ test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with
 test-ray: setup  # runs on Ray with several ranks and engines, of which one process is killed
 	@$(BIN)/python -m pytest tests/rl/cluster tests/ray_real/*_checks.py
 
-test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
+test-sglang: setup .venv-trl/.ready  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment
 	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
+	@.venv-trl/bin/python -m pytest --disable-warnings tests/sglang_real/trl_checks.py
 
 test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
 	@$(BIN)/python -m tests.dynamo_real.environment
@@ -57,6 +58,9 @@ test-megatron: .venv-megatron/.ready  # the real megatron-core on the CPU, over 
 
 test-trl: .venv-trl/.ready  # the real TRL on the CPU, with the embedded engine and vLLM
 	@.venv-trl/bin/python -m pytest --disable-warnings tests/integrations/test_trl_parts.py tests/trl_real
+
+test-axolotl: .venv-axolotl/.ready  # the real axolotl on the CPU, and the tests of test-trl with the TRL that it pins
+	@.venv-axolotl/bin/python -m pytest --disable-warnings tests/axolotl_real tests/trl_real
 
 test-verl: .venv-verl/.ready .venv-verl-newest/.ready  # the real verl on the CPU, with two versions of transformers
 	@.venv-verl/bin/python -m pytest --disable-warnings tests/verl_real
@@ -134,4 +138,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl .venv-verl .venv-verl-newest build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl .venv-axolotl .venv-verl .venv-verl-newest build dist site out src/router_replay/kernel/*.so

@@ -21,6 +21,7 @@ from router_replay.engines import Completion, Request, Sampling
 from router_replay.engines.sglang import SglangEngine
 from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
+from tests.gateway.two_turns import rows_fit_their_tokens
 from tests.sglang_real.conftest import Server, prompt
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -254,3 +255,9 @@ def test_many_at_once(engine: SglangEngine, verified: Say) -> None:
     equal = [a.routes.same_sets(b.routes) for [a], b in zip(landed, alone, strict=True)]
     assert np.mean(equal) > 0.9  # other batches, other rounding: a rare tie may fall the other way
     verified(f"24 requests at once, 8 running: rows of {sum(map(bool, equal))} equal those of a run alone")
+
+
+def test_an_agents_session_through_the_gateway(engine: SglangEngine, models: Models, verified: Say) -> None:
+    words = " ".join(f"w{token}" for token in prompt(11, 40))
+    tokens = rows_fit_their_tokens(engine, str(models[0]), words, "w9 w8")
+    verified(f"gateway: a session of two turns; its rows give the log-probs of {tokens} sampled tokens in the trainer")

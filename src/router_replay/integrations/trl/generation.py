@@ -58,13 +58,9 @@ class EngineGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Give the engine the policy's weights as its next version. TRL calls this after a change of the weights."""
-        walk = self._iter_named_params()  # every process takes part: gathering a parameter is collective
+        state = self._gathered()  # every process takes part: gathering a parameter is collective
         if self.engine is None:
-            for _ in walk:
-                pass
             return
-        # Copied, because TRL takes the adapters out again, and frees what it gathered, at the end of the walk.
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in walk}
         base = _base(self.accelerator.unwrap_model(self.model))
         state |= dict(_persistent_buffers(base))
         if self._sync is None:
@@ -74,6 +70,23 @@ class EngineGeneration(VLLMGeneration):
             )
             self._sync = WeightSync(config, base, frozenset())
         self._sync.push(self.engine, state, self.engine.version + 1)
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Return the policy's parameters, adapters merged, in the process that has the engine; {} in the others."""
+        self._state: dict[str, torch.Tensor] = {}
+        if hasattr(VLLMGeneration, "_iter_named_params"):
+            for name, tensor in self._iter_named_params():
+                self._push_param_to_vllm(name, tensor)
+        else:  # TRL 1.9
+            self.vllm_client = _NoClient()
+            super().sync_weights()
+        state, self._state = self._state, {}
+        return state
+
+    def _push_param_to_vllm(self, name: str, param: torch.Tensor) -> None:
+        # Copied, because TRL takes the adapters out again, and frees what it gathered, at the end of its walk.
+        if self.engine is not None:
+            self._state[name] = param.detach().to("cpu", copy=True)
 
     def close(self) -> None:
         """Close the engine, and remove the files and the shared memory of its weights."""
@@ -128,6 +141,13 @@ class EngineGeneration(VLLMGeneration):
             start = known if self.engine.capabilities.start else 0
             requests.append(Request(prompt, Sampling(**self._sampling, seed=seed, n=n), start))
         return self.engine.generate(requests)
+
+
+class _NoClient:
+    """Stands where TRL 1.9 has the client of its server, which it tells to forget its cache after the weights."""
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: our engines forget it when they get new weights."""
 
 
 def _kind(engine: Engine) -> Any:

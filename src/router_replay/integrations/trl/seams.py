@@ -13,8 +13,8 @@ from typing import Any
 
 from router_replay.errors import ConfigError
 
-TESTED = "1.16"
-"""The release of TRL, without its patch number, that `make test-trl` runs."""
+TESTED = ("1.16", "1.9")
+"""The releases of TRL, without the patch number, that `make test-trl` and `make test-axolotl` run."""
 
 _TRAINER = "trl.trainer.grpo_trainer:GRPOTrainer"
 _GENERATION = "trl.generation.vllm_generation:VLLMGeneration"
@@ -34,9 +34,13 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_TRAINER}._compute_loss": ("self", "model", "inputs"),
     f"{_GENERATION}.__init__": ("self", "model", "accelerator", "processing_class", "mode"),
     f"{_GENERATION}._init_vllm": ("self",),
-    f"{_GENERATION}._iter_named_params": ("self",),
     f"{_GENERATION}.sync_weights": ("self",),
     f"{_GENERATION}.generate": ("self", "prompts", "images", "num_generations", "profiler"),
+}
+# TRL 1.9 has no iterator over the weights: it walks over them itself, and hands each one to a method.
+WALKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "1.16": {f"{_GENERATION}._iter_named_params": ("self",)},
+    "1.9": {f"{_GENERATION}._push_param_to_vllm": ("self", "name", "param")},
 }
 # What the code of a method must contain: the names that it reads or returns, and the order of results and of chunks.
 MENTIONS: dict[str, tuple[str, ...]] = {
@@ -63,10 +67,10 @@ MENTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def problems() -> list[str]:
-    """Return one line for each entry of the table that the installed TRL does not have as it is described here."""
+def problems(release: str = TESTED[0]) -> list[str]:
+    """Return one line for each entry of the table that the installed TRL, a `release`, does not have as described."""
     found = []
-    for place, expected in SIGNATURES.items():
+    for place, expected in (SIGNATURES | WALKS[release]).items():
         method = _method(place)
         parameters = () if method is None else tuple(inspect.signature(method).parameters)
         if parameters[: len(expected)] != expected:
@@ -84,13 +88,15 @@ def refuse_other_trl() -> None:
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(f"TRL is not installed: pip install 'trl=={TESTED}.*'") from error
-    if version.split(".")[:2] != TESTED.split("."):
+        raise ConfigError(f"TRL is not installed: pip install 'trl=={TESTED[0]}.*'") from error
+    release = ".".join(version.split(".")[:2])
+    if release not in TESTED:
         raise ConfigError(
-            f"TRL {version} is installed, but router_replay.integrations.trl was tested with TRL {TESTED} only, and "
-            f"uses private methods of its GRPOTrainer: pip install 'trl=={TESTED}.*'"
+            f"TRL {version} is installed, but router_replay.integrations.trl was tested with TRL "
+            f"{' and '.join(TESTED)} only, and uses private methods of its GRPOTrainer: pip install "
+            f"'trl=={TESTED[0]}.*'"
         )
-    if found := problems():
+    if found := problems(release):
         raise ConfigError(f"this TRL {version} differs from the one that was tested: {'; '.join(found)}")
 
 

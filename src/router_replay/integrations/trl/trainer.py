@@ -81,7 +81,7 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
                 "max_tokens": self.max_completion_length,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
-                "stop_token_ids": tuple(self.eos_token_ids),
+                "stop_token_ids": tuple(self._ends()),
             },
             seed=self.args.seed if seeded else None,
             weights=weights,
@@ -89,6 +89,10 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
             accelerator=self.accelerator,
             processing_class=self.processing_class,
         )
+
+    def _ends(self) -> list[int]:
+        """Return the tokens at which TRL ends a completion. TRL 1.9 knows only that of the tokenizer."""
+        return list(getattr(self, "eos_token_ids", None) or [self._tokenizer.eos_token_id])
 
     @property
     def replayer(self) -> RouterReplay:

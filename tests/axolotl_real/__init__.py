@@ -1,0 +1,1 @@
+"""The real axolotl on the CPU: make test-axolotl."""
