@@ -20,6 +20,7 @@ import torch
 
 from router_replay.batch import LocalBatch
 from router_replay.errors import TrainError
+from router_replay.measure import RouterFigures
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.policy.delivery import MiniBatch
@@ -100,6 +101,14 @@ class BasePolicy(abc.ABC):
         """Return the Stats of all passes since the last call, summed over ranks. Waits for the device.
 
         Call it once per step, on all ranks.
+        """
+
+    @abc.abstractmethod
+    def router_figures(self) -> RouterFigures | None:
+        """Return how the routers used their experts since the last call, over all ranks. Waits for the device.
+
+        The scoring passes are measured; where there are none, those of the updates. None if nothing is measured. Call
+        it once per step, on all ranks.
         """
 
     @abc.abstractmethod
