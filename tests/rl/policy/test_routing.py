@@ -15,10 +15,11 @@ from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.loop.routing_values import OutOfLine, routing_values
 from router_replay.rl.loop.train import train
+from router_replay.rl.policy import delivery
 from router_replay.rl.policy.policy import Policy
 from router_replay.run_files import read_layers, read_metrics
+from tests.rl.policy.test_policy import ONE, mini_batch, samples
 from tests.rl.policy.test_policy import make as make  # the fixture
-from tests.rl.policy.test_policy import mini_batch
 
 
 @pytest.mark.parametrize("old", ["policy", "rollout"])
@@ -50,6 +51,19 @@ def test_replayed_rows_that_are_not_the_routers_choice_lower_its_confidence(make
         found[mode] = figures
     assert (found["r3"].confidence < found["off"].confidence).all()
     assert found["r3"].entropy[0] == found["off"].entropy[0]
+
+
+def test_padding_and_sequences_without_a_loss_are_not_counted(make: Callable[..., Policy]) -> None:
+    policy = make("replay=off")
+    made = samples(policy)
+    filler = dataclasses.replace(made[0], loss_mask=np.zeros(len(made[0]), bool))
+    for parts in (made, [*made, filler]):
+        [[mini]] = delivery.plan([parts], ONE, 64, "raise", row_multiple=4)  # rows of one length, with padding
+        policy.score(mini)
+        figures = policy.router_figures()
+        assert figures is not None
+        assert figures.rows == 19
+        assert (figures.load.sum(axis=1) == 19 * policy.spec.top_k).all()
 
 
 def test_they_can_be_switched_off(make: Callable[..., Policy]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from router_replay.batch import NO_LABEL, LocalBatch
-from router_replay.batch.tensors import TensorRoutes
+from router_replay.batch.tensors import TensorRoutes, on_device
 from router_replay.forward import Ulysses, logprobs, use_packed_attention
 from router_replay.forward.attention import attention_of
 from router_replay.forward.packing import why_not_packed
@@ -20,7 +20,7 @@ from router_replay.replay import RouterReplay
 from router_replay.replay.gauge import RouterGauge
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, counted_slots, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
 from router_replay.rl.policy.models import compile_layers, fill_share, load_model, model_folder, weights_of
@@ -156,10 +156,12 @@ class Policy(BasePolicy):
             yield
 
     def _measured(self, micro: LocalBatch) -> contextlib.AbstractContextManager[None]:
-        """Return a block that measures the routers on the tokens of `micro` that predict something."""
+        """Return a block that measures the routers on the tokens of `micro` that count."""
         if not self._config.trainer.routing_metrics:
             return contextlib.nullcontext()
-        return self.replayer.measure(self._gauge, micro.to_torch(self._ranks.device).labels != NO_LABEL)
+        return self.replayer.measure(
+            self._gauge, on_device(counted_slots(micro.whole)[micro.place], self._ranks.device)
+        )
 
     def _compare(self, micro: LocalBatch, own: TensorRoutes) -> None:
         """Count on the device in how many rows the engine's experts equal the model's own, per layer."""

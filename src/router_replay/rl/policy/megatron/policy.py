@@ -22,7 +22,7 @@ from router_replay.measure import RouterFigures
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, counted_slots, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
 from router_replay.rl.policy.megatron import gradients, weights
@@ -179,11 +179,11 @@ class MegatronPolicy(BasePolicy):
         return RouterFigures.from_sums(self.spec, self.replayer.sums_of_all_ranks())
 
     def _measured(self, mini: MiniBatch) -> contextlib.AbstractContextManager[None]:
-        """Return a block that measures the routers on the tokens of `mini` that predict something."""
+        """Return a block that measures the routers on the tokens of `mini` that count."""
         if not self._config.trainer.routing_metrics:
             return contextlib.nullcontext()
         cut, rows = self.replayer.layout.cut_mask, Shape.of(mini).rows
-        masks = [cut(micro.whole.labels != NO_LABEL, len(micro.whole.labels), rows) for micro in mini.micro]
+        masks = [cut(counted_slots(micro.whole), len(micro.whole), rows) for micro in mini.micro]
         return self.replayer.measure(masks)
 
     def _no_counts(self) -> Tensor:
