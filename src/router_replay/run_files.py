@@ -12,17 +12,40 @@ import msgspec
 from router_replay.errors import MeasureError
 
 METRICS_FILE = "metrics.jsonl"
-"""The metrics file: one JSON object per step, with the step's number and named values (numbers or null)."""
+"""The metrics file: one JSON object per step, with the step's number and named values.
+
+A value is a number or null; a name that ends with `PER_LAYER` has a list of these, one for each routed layer.
+"""
+PER_LAYER = "/layers"
 CONFIG_FILE = "config.json"
 """The file with the settings that the run was started with."""
 LAST_STEP = 1 << 53  # every JSON reader represents integers up to here exactly
 
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the steps of metrics.jsonl in `folder`, the output folder of a run, in order.
+    """Read the steps of metrics.jsonl in `folder`, the output folder of a run, in order: numbers and None by name.
 
-    A last line without a line end was cut off when the run was killed; it is left out.
+    The lists of values per layer are left out; `read_layers` has them. A last line without a line end was cut off when
+    the run was killed; it is left out.
     """
+    return [{name: one for name, one in line.items() if type(one) is not list} for line in read_lines(folder)]
+
+
+def read_layers(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Read the values per layer of metrics.jsonl in `folder`: for each step its number, and lists by name.
+
+    `routing/layers` has the ids of the layers. Steps without such values are left out.
+    """
+    found = []
+    for line in read_lines(folder):
+        lists = {name: one for name, one in line.items() if type(one) is list}
+        if lists:
+            found.append({"step": line["step"], **lists})
+    return found
+
+
+def read_lines(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl in `folder` whole: what `read_metrics` and `read_layers` read of it."""
     path = folder / METRICS_FILE
     if not path.is_file():
         raise MeasureError(f"there is no {METRICS_FILE} in {folder}: give the `output` folder of a training run")
@@ -46,10 +69,24 @@ def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
         if isinstance(value, int | float):
             if not -sys.float_info.max <= value <= sys.float_info.max:
                 values[name] = None
+        elif isinstance(value, list) and name.endswith(PER_LAYER):
+            values[name] = [_entry(one, name, where) for one in value]
         elif value is not None:
-            shown = repr(value)[:80] if isinstance(value, str) else f"a {type(value).__name__}"
-            raise MeasureError(f"{where}: {name[:80]} must be a number or null, got {shown}")
+            raise MeasureError(f"{where}: {name[:80]} must be a number or null, got {_shown(value)}")
     return values
+
+
+def _entry(value: Any, name: str, where: str) -> float | None:
+    """Return an entry of a list of values per layer, None if it is not finite."""
+    if isinstance(value, int | float):
+        return value if -sys.float_info.max <= value <= sys.float_info.max else None
+    if value is not None:
+        raise MeasureError(f"{where}: {name[:80]} must hold numbers or null, got {_shown(value)}")
+    return None
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _by_the_slow_reader(line: str, where: str) -> Any:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from router_replay import RouterSpec, Routes, Sample
+from router_replay.measure import RouterFigures
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.policy import delivery
@@ -75,6 +76,7 @@ class Found:
     figures: list[dict[str, float]]
     logprobs: list[dict[int, np.ndarray]]  # per pass, by the number of the sample; those of this rank's samples
     counts: Stats
+    routers: RouterFigures
 
 
 def config_of(folder: pathlib.Path, *settings: str) -> TrainConfig:
@@ -113,7 +115,9 @@ def train(policy: BasePolicy, ranks: Ranks, row_multiple: int = 1) -> Found:
             found |= {int(n): values[whole.sample_ids == n] for n in np.unique(whole.sample_ids) if n >= 0}
         logprobs.append({number: values for number, values in found.items() if number < mini.sequences})
         figures.append(policy.update(mini, known))
-    return Found(before, weights_of(policy), optimizer_of(policy), figures, logprobs, policy.route_counts())
+    routers = policy.router_figures()
+    assert routers is not None
+    return Found(before, weights_of(policy), optimizer_of(policy), figures, logprobs, policy.route_counts(), routers)
 
 
 def weights_of(policy: BasePolicy) -> dict[str, torch.Tensor]:

@@ -82,6 +82,10 @@ def same(got: policies.Found, expected: policies.Found) -> None:
             assert (mine - theirs).abs().max() <= 5e-5 * max(float(theirs.abs().max()), 1e-3), (name, moment)
         assert got.optimizer[name]["step"] == expected.optimizer[name]["step"] == 3
     assert got.counts.rows_live == expected.counts.rows_live
+    assert got.routers.rows == expected.routers.rows
+    assert got.routers.confidence == pytest.approx(expected.routers.confidence, rel=1e-3)
+    assert got.routers.entropy == pytest.approx(expected.routers.entropy, rel=1e-3)
+    assert np.abs(got.routers.load - expected.routers.load).sum() <= 0.05 * expected.routers.load.sum()
 
 
 def same_logprobs(got: dict[int, np.ndarray], expected: dict[int, np.ndarray], tolerance: float) -> None:

@@ -85,6 +85,8 @@ def same_first_step(got: dict[str, float], expected: dict[str, float]) -> None:
     for name in ("loss", "grad_norm", "entropy", "ppo_kl", "reward", "tokens", "clip_fraction"):
         assert got[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
     assert got["routes/agreement"] == pytest.approx(expected["routes/agreement"], abs=2e-3)
+    for name in ("routing/load", "routing/load_worst", "routing/confidence", "routing/entropy"):
+        assert got[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def test_r3_trains_as_with_transformers(settings: list[str], alone: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -45,7 +45,7 @@ class Watch(Wrapper):
         outer, state.passing = state.passing, True
         try:
             out = self.original(*args, **kwargs)
-            if state.plan is not None or recordings:
+            if state.plan is not None or recordings or state.measuring:
                 self._after(rows)
             if follows is not None:
                 follows.passed()
@@ -72,7 +72,7 @@ class Watch(Wrapper):
             state.refuse_elsewhere("run a forward pass")
         for site in self.sites:
             site.used = False
-            site.chosen_TK = None
+            site.chosen_TK = site.figures_2T = None
         if state.follows is not None:
             state.plan = state.follows.plan_for(self.module, args, kwargs)
         tokens = _tokens(args, kwargs)
@@ -95,6 +95,7 @@ class Watch(Wrapper):
                 "used: a fused kernel or a patch runs in place of the router. Switch it off (for hub kernels: load the "
                 "model without use_kernels), or report the model's class"
             )
+        self._measure()
         for site in self.sites:
             site.record()
         compiling = torch.compiler.is_compiling()
@@ -108,6 +109,15 @@ class Watch(Wrapper):
             state.plan.passes += 1
         elif state.plan.compiled_passes is not None:
             state.plan.compiled_passes.add_(1)
+
+    def _measure(self) -> None:
+        """Give the figures and the choices of the pass to those who measure it."""
+        chosen = [site.chosen_TK for site in self.sites if site.chosen_TK is not None]
+        figures = [site.figures_2T for site in self.sites if site.figures_2T is not None]
+        for one in self.state.measuring:
+            one.gauge.add(figures, chosen, one.counted_T)
+        for site in self.sites:
+            site.figures_2T = None
 
     def _check_recording(self, recording: Recording, rows: int) -> None:
         """Raise ReplayError if a router did not get all tokens of the pass.

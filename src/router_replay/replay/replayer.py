@@ -21,6 +21,7 @@ from router_replay.errors import ReplayError
 from router_replay.families.from_modules import device_of, find_routers
 from router_replay.replay import checkpoint
 from router_replay.replay.follow import Following, Settings
+from router_replay.replay.gauge import Measuring, RouterGauge
 from router_replay.replay.passes import Watch
 from router_replay.replay.replayable import (
     Recorded,
@@ -161,6 +162,17 @@ class RouterReplay:
         checkpoint.remember(self._model, self._state)
         with self._state.block(recording):
             yield Recorded(recording)
+
+    @contextlib.contextmanager
+    def measure(self, gauge: RouterGauge, counted: Any = None) -> Iterator[None]:
+        """Add to `gauge` what the routers do in each forward pass of this block, live or replayed.
+
+        `counted` [T] is a tensor on the device of the passes, True for the tokens that count; without it all do.
+        Nothing is read from the device.
+        """
+        checkpoint.remember(self._model, self._state)
+        with self._state.block(Measuring(gauge, counted)):
+            yield
 
     def checkpoint_context(self) -> checkpoint.Contexts:
         """Return the contexts of the forward and of the recompute; pass this method to a checkpoint as `context_fn`.

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from router_replay.errors import ReplayError
 from router_replay.families import Choice
 from router_replay.families.from_modules import FoundRouter
+from router_replay.replay.router_scores import ACTIVATIONS, RouterScores
 
 TOP_K = (torch.topk, Tensor.topk)
 ARGMAX = (torch.argmax, Tensor.argmax)
@@ -33,7 +34,7 @@ class Selection(TorchFunctionMode):
 
     `ids_TK` are the recorded ids (int64), or None to let the router choose. `live_T1` is True for rows without
     recorded ids; None means that every row has them. With `compare`, the live choice is also computed and kept in
-    `live_choice`.
+    `live_choice`. `scores`, if it is set, is shown what the router computes.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
@@ -44,9 +45,16 @@ class Selection(TorchFunctionMode):
         self.needs_live = ids_TK is None or live_T1 is not None or compare
         self.chosen: Tensor | None = None
         self.live_choice: Tensor | None = None
+        self.scores: RouterScores | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        out = self.answer(func, args, kwargs or {})
+        if self.scores is not None and func in ACTIVATIONS:
+            self.scores.see(func, out)
+        return out
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation `func` of the router; of its choice, with the recorded ids."""
         if func in TOP_K and self._is_choice(args, kwargs):
             return self._answer(func, args, kwargs)
         return func(*args, **kwargs)
@@ -58,6 +66,7 @@ class Selection(TorchFunctionMode):
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0]
+        self.offer(scores)
         if self.ids_TK is None:
             live = func(*args, **kwargs)
             self._note(live[1], live[1])
@@ -95,9 +104,17 @@ class Selection(TorchFunctionMode):
             return ids
         return torch.where(self.live_T1.reshape(*leading, 1), live, ids)
 
-    def _note(self, chosen: Tensor, live: Tensor | None) -> None:
+    def offer(self, scores: Tensor) -> None:
+        """Show `scores`, the tensor [..., E] that the router chooses from, to those who measure."""
+        if self.scores is not None:
+            self.scores.offer(scores)
+
+    def _note(self, chosen: Tensor, live: Tensor | None, places: Tensor | None = None) -> None:
+        """Keep the `chosen` ids and the `live` choice; `places` are those of the chosen scores, if not the ids."""
         self.chosen = chosen.reshape(-1, self.router.top_k)
         self.live_choice = None if live is None else live.reshape(-1, self.router.top_k)
+        if self.scores is not None:
+            self.scores.choose(chosen if places is None else places)
 
 
 class GroupedSelection(Selection):
@@ -107,8 +124,8 @@ class GroupedSelection(Selection):
     recorded groups are chosen, the same call cannot give a live choice among all experts.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation `func` of the router, with the groups of the recorded experts."""
         if func in TOP_K and args[0].ndim == 2:  # the topk for the best two of each group has three dimensions
             if self._is_choice(args, kwargs):
                 return self._answer(func, args, kwargs)
@@ -137,8 +154,8 @@ class ArgmaxSelection(Selection):
         self.slots: list[Tensor] = []
         self.live_slots: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation `func` of the router, with the recorded id of a slot."""
         wide = (
             bool(args) and isinstance(args[0], Tensor) and args[0].ndim and args[0].shape[-1] == self.router.num_experts
         )
@@ -151,6 +168,7 @@ class ArgmaxSelection(Selection):
 
     def _answer_slot(self, scores: Tensor, live: Tensor | None) -> Tensor:
         slot = len(self.slots)
+        self.offer(scores)
         if self.ids_TK is None:
             assert live is not None
             ids = live

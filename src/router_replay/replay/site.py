@@ -15,6 +15,7 @@ from torch import Tensor
 from router_replay.errors import ReplayError
 from router_replay.families import Choice
 from router_replay.families.from_modules import FoundRouter
+from router_replay.replay.router_scores import RouterScores
 from router_replay.replay.selection import Selection
 from router_replay.replay.special import ALL_SELECTIONS
 from router_replay.replay.state import Column, Plan, State
@@ -30,16 +31,17 @@ class Site(Wrapper):
         self.column = Column(column)
         self.state = state
         self.used = False  # True once the choice was replayed or recorded in the current pass
-        self.chosen_TK: Tensor | None = None  # the choice of the current pass, in the narrow dtype, if one records
+        self.chosen_TK: Tensor | None = None  # the choice of the current pass, if one records or measures it
+        self.figures_2T: Tensor | None = None  # mass and entropy of the current pass, if one measures
 
     def installed(self) -> Callable[..., Any]:
         """Return a bound method, so that all layers share one compiled graph."""
         return types.MethodType(call, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the router with the active routes; without routes and recordings it runs unchanged."""
+        """Call the router with the active routes; without routes, recordings and measures it runs unchanged."""
         plan, first_time = self.state.decide()
-        if first_time and (plan is not None or self.state.recordings):
+        if first_time and (plan is not None or self.state.recordings or self.state.measuring):
             return self._first_time(plan, args, kwargs)
         return self.original(*args, **kwargs) if plan is None else self._again(plan, args, kwargs)
 
@@ -49,13 +51,18 @@ class Site(Wrapper):
         compare = plan is not None and plan.agree_L is not None
         apart = compare and self.router.choice is Choice.GROUPED
         live_TK = self._live_choice(args, kwargs) if apart else None
-        out, selection = self._run(plan, compare and not apart, args, kwargs)
+        scores = RouterScores(self.router.num_experts) if self.state.measuring else None
+        out, selection = self._run(plan, compare and not apart, args, kwargs, scores)
         if selection.chosen is not None:  # if None, `used` stays False and Watch raises an error with the layer
             self.used = True
+            if scores is not None:
+                self.figures_2T = scores.figures()
             if self.state.recordings:
                 self.chosen_TK = selection.chosen.detach().to(self.state.recordings[0].dtype)
                 if not self.state.passing:  # a router that is called alone; Watch records the passes of the decoder
                     self.record()
+            elif scores is not None:
+                self.chosen_TK = selection.chosen.detach()
             if plan is not None and selection.ids_TK is not None:
                 plan.compare(self.column, selection.ids_TK, live_TK if apart else selection.live_choice)
                 if not self.state.passing:  # as above; Watch counts after a pass of the decoder
@@ -79,14 +86,18 @@ class Site(Wrapper):
             )
         return out
 
-    def _run(self, plan: Plan | None, compare: bool, args: Any, kwargs: Any) -> tuple[Any, Selection]:
+    def _run(
+        self, plan: Plan | None, compare: bool, args: Any, kwargs: Any, scores: RouterScores | None = None
+    ) -> tuple[Any, Selection]:
         """Call the router with its column of the plan; without a plan the router chooses and its choice is recorded.
 
-        Returns the router's output and the Selection, which holds the chosen ids.
+        `scores` is shown what the router computes. Returns the router's output and the Selection, which holds the
+        chosen ids.
         """
         ids_TK = None if plan is None else plan.column(self.column)
         live_T1 = None if plan is None else plan.live_T1
         selection = ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
+        selection.scores = scores
         with selection:
             out = self.original(*args, **kwargs)
         return out, selection

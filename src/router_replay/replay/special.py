@@ -32,10 +32,11 @@ class SparseMixerSelection(Selection):
         self.slots: list[Tensor] = []
         self.live_slots: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation `func` of the router, with the recorded id of a slot."""
         if func not in MAX or args[0].shape[-1] != self.router.num_experts:
             return func(*args, **kwargs)
+        self.offer(args[0])
         values, indices = func(*args, **kwargs)
         per_slot = 3 if self.training else 1
         slot, step = divmod(self.calls, per_slot)
@@ -73,8 +74,8 @@ class ProductKeySelection(Selection):
         self.keys: int = router.module.num_keys
         self.halves: Tensor | None = None  # [2, T, N]: the key at each rank
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of the operation `func` of the router, with the pairs of the recorded experts."""
         if func not in TOP_K:
             return func(*args, **kwargs)
         if args[0].shape[-1] == self.keys and self.halves is None:
@@ -88,17 +89,18 @@ class ProductKeySelection(Selection):
     def _answer_pairs(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self.halves is not None
         pairs = args[0]
+        self.offer(pairs)
         if self.ids_TK is None:
             live = func(*args, **kwargs)
             chosen = self._experts(live[1])
-            self._note(chosen, chosen)
+            self._note(chosen, chosen, live[1])
             return live
         positions_now = self.live_indices(func, args, kwargs)
         live_ids = None if positions_now is None else self._experts(positions_now)
         ids = self.mix(self.ids_TK, live_ids, pairs)
-        self._note(ids, live_ids)
         ranks = self.halves.argsort(-1)
         positions = ranks[0].gather(-1, ids // self.keys) * self.keys + ranks[1].gather(-1, ids % self.keys)
+        self._note(ids, live_ids, positions)
         return torch.return_types.topk((pairs.gather(-1, positions), positions))
 
     def _experts(self, positions: Tensor) -> Tensor:

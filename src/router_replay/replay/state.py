@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.checkpoint_calls import surrounding_checkpoints
+from router_replay.replay.gauge import Measuring
 from router_replay.replay.opener import Opener
 from router_replay.route_source import RouteSource
 from router_replay.spec import RouterSpec
@@ -170,9 +171,9 @@ class Recording:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Describes one open `replay`, `follow` or `record` block."""
+    """Describes one open `replay`, `follow`, `record` or `measure` block."""
 
-    contents: Plan | PlanPerPass | Recording
+    contents: Plan | PlanPerPass | Recording | Measuring
     opener: Opener
 
 
@@ -184,6 +185,7 @@ class State:
         self.plan: Plan | None = None  # the active routes
         self.follows: PlanPerPass | None = None  # makes the plan of each pass, where the innermost block follows
         self.recordings: tuple[Recording, ...] = ()
+        self.measuring: tuple[Measuring, ...] = ()
         self.passing = False  # True while a forward pass of the decoder runs
         self.recomputing = False  # True while a layer that remembers its plan is recomputed in backward
         self.detached = False
@@ -194,7 +196,7 @@ class State:
         self.used: weakref.WeakKeyDictionary[Any, Plan | None] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def block(self, contents: Plan | PlanPerPass | Recording) -> Iterator[None]:
+    def block(self, contents: Plan | PlanPerPass | Recording | Measuring) -> Iterator[None]:
         """Keep `contents` active while the block is open.
 
         Blocks must be nested and belong to the code that opened them; otherwise ReplayError is raised.
@@ -290,10 +292,11 @@ class State:
 
     def _changed(self) -> None:
         contents = [block.contents for block in self.blocks]
-        innermost = next((one for one in reversed(contents) if not isinstance(one, Recording)), None)
+        innermost = next((one for one in reversed(contents) if not isinstance(one, Recording | Measuring)), None)
         self.plan = innermost if isinstance(innermost, Plan) else None
         self.follows = None if isinstance(innermost, Plan) else innermost
         self.recordings = tuple(one for one in contents if isinstance(one, Recording))
+        self.measuring = tuple(one for one in contents if isinstance(one, Measuring))
         self.here.depth = len(self.blocks)
         self.was_used = self.was_used or bool(self.blocks)
 

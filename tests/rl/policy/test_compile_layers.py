@@ -40,6 +40,12 @@ def test_all_layers_and_bins_share_the_graphs_of_the_first_step(
         counts = [one.route_counts() for one in (plain, compiled)]
         assert counts[0].rows_replayed == counts[1].rows_replayed
         assert counts[0].passes == counts[1].passes
+        figures = [one.router_figures() for one in (plain, compiled)]
+        assert figures[0] is not None
+        assert figures[1] is not None
+        assert figures[0].rows == figures[1].rows == sum(len(one) - 1 for one in samples(plain)[:kept])
+        assert figures[1].confidence == pytest.approx(figures[0].confidence, rel=0.05)
+        assert figures[1].load.sum() == figures[0].load.sum()
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[1]
     assert graphs[0] <= 6  # a graph for each of 3 layers, in score, update and recompute, would be more

@@ -18,6 +18,7 @@ from torch import Tensor
 from router_replay.batch.megatron import Share
 from router_replay.batch.tensors import TensorRoutes, on_device
 from router_replay.errors import ReplayError, shorten
+from router_replay.replay.gauge import Measuring, RouterGauge
 from router_replay.replay.megatron.routers import Chunk
 from router_replay.replay.megatron.site import MicroBatchPlan, RouterSite, Use
 from router_replay.replay.replayable import count_rows
@@ -107,18 +108,19 @@ class ChunkPass(Wrapper):
         self.state = State()
         self.sites = [RouterSite(router, column, self.state) for column, router in enumerate(chunk.routers)]
         self.counters = Counters(self.spec.layers)
+        self.gauge = RouterGauge(self.spec)
         self.schedule: Schedule | None = None  # that of the open replay block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass with the rows of its micro-batch; if it fails, its recorded rows are dropped."""
         state, schedule = self.state, self.schedule
-        if schedule is None and not state.recordings:
+        if schedule is None and not state.recordings and not state.measuring:
             return self.original(*args, **kwargs)
         state.refuse_elsewhere("run a forward pass")
         plan = None if schedule is None else schedule.plan(self.chunk, self.spec, self._device())
         for site in self.sites:
             site.used = False
-            site.chosen_TK = None
+            site.chosen_TK = site.measured = None
         with contextlib.ExitStack() as stack:
             if plan is not None:
                 stack.enter_context(state.block(plan))
@@ -130,6 +132,8 @@ class ChunkPass(Wrapper):
                 plan.passes += 1
                 schedule.done(self.chunk, plan)
         self._record()
+        for measuring in state.measuring:
+            self._measure(measuring)
         return out
 
     def _device(self) -> torch.device:
@@ -144,6 +148,12 @@ class ChunkPass(Wrapper):
                 f"the routers of layers {unused} did not ask for experts in this pass, so their routes were not used: "
                 "a patch or a fused kernel runs in place of the router. Switch it off"
             )
+
+    def _measure(self, measuring: Measuring) -> None:
+        """Add the figures of a complete pass, whose mask is the next of the block."""
+        measured = [site.measured for site in self.sites if site.measured is not None]
+        counted_T = on_device(next(measuring.counted_T), self._device())
+        measuring.gauge.add([figures for figures, _ in measured], [chosen for _, chosen in measured], counted_T)
 
     def _record(self) -> None:
         """Give the choices of a complete pass to the recordings."""

@@ -26,6 +26,7 @@ from router_replay.batch.megatron import MegatronLayout, Share
 from router_replay.batch.sharding import ShardKind
 from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import BatchError, ReplayError
+from router_replay.replay.gauge import Measuring
 from router_replay.replay.megatron.passes import ChunkPass, ChunkRecording, Schedule
 from router_replay.replay.megatron.recorded import MegatronRecorded, refuse_unknown_boundaries
 from router_replay.replay.megatron.routers import find_routers
@@ -103,15 +104,7 @@ class MegatronReplay:
         for kind in range(3):  # rows replayed, rows live, rows that agree
             columns = COUNTS_OF_ALL_LAYERS + kind * width + np.array(own, np.int64)
             wide[columns] = rest[kind * len(own) : (kind + 1) * len(own)]
-        counts = torch.from_numpy(wide).to(next(self._found.chunks[0].decoder.parameters()).device)
-        if self._found.token_group is None:
-            raise ReplayError(
-                "the model does not know the ranks with other tokens: set tp_dp_cp and dp_cp in its "
-                "ProcessGroupCollection, or use `stats`, which counts this rank alone"
-            )
-        torch.distributed.all_reduce(counts, group=self._found.token_group)
-        # Other stages hold zeros for these layers.
-        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=self._found.pipeline_group)
+        counts = self._over_all_ranks(torch.from_numpy(wide).to(self._device()))
         return Stats.from_counts(layers, counts.tolist())
 
     @contextlib.contextmanager
@@ -204,6 +197,36 @@ class MegatronReplay:
                 stack.enter_context(one.state.block(recording))
             yield MegatronRecorded(self._found, recordings)
 
+    @contextlib.contextmanager
+    def measure(self, counted: Sequence[Any]) -> Iterator[None]:
+        """Measure what the routers do in the forward passes of one schedule, live or replayed.
+
+        `counted` has one mask per micro-batch, in order, over the tokens of this rank in the order of its routers
+        (`layout.cut_mask`), True for the tokens that count. `sums_of_all_ranks` has the result. Nothing is read from
+        the device.
+        """
+        self._refuse_detached()
+        with contextlib.ExitStack() as stack:
+            for one in self._passes:
+                stack.enter_context(one.state.block(Measuring(one.gauge, iter(counted))))
+            yield
+
+    def sums_of_all_ranks(self) -> torch.Tensor:
+        """Return what `measure` blocks summed since the last call, of all ranks and layers; it begins anew.
+
+        `measure.RouterFigures.from_sums` reads them. All ranks must call this together.
+        """
+        layers, experts = self.spec.layers, self.spec.num_experts
+        wide = torch.zeros(1 + len(layers) * (2 + experts), dtype=torch.float64, device=self._device())
+        figures, load = wide[1 : 1 + 2 * len(layers)].view(2, -1), wide[1 + 2 * len(layers) :].view(-1, experts)
+        for one in self._passes:
+            own, width = [layers.index(layer) for layer in one.spec.layers], len(one.spec.layers)
+            sums = one.gauge.take().to(wide.device)
+            wide[0] = sums[0]
+            figures[:, own] = sums[1 : 1 + 2 * width].view(2, -1)
+            load[own] = sums[1 + 2 * width :].view(-1, experts)
+        return self._over_all_ranks(wide)
+
     def detach(self) -> None:
         """Restore the model to its state before this object was made; later replay and record blocks raise.
 
@@ -226,6 +249,21 @@ class MegatronReplay:
         return f"MegatronReplay({spec.top_k} of {spec.num_experts} experts; on this rank {here}{part})"
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _device(self) -> torch.device:
+        return next(self._found.chunks[0].decoder.parameters()).device
+
+    def _over_all_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums over the ranks with other tokens, with the layers of all stages."""
+        if self._found.token_group is None:
+            raise ReplayError(
+                "the model does not know the ranks with other tokens: set tp_dp_cp and dp_cp in its "
+                "ProcessGroupCollection, or use `stats`, which counts this rank alone"
+            )
+        torch.distributed.all_reduce(sums, group=self._found.token_group)
+        # Other stages hold zeros for these layers.
+        torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.MAX, group=self._found.pipeline_group)
+        return sums
 
     def _share(
         self, number: int, entry: Any, sequences: int, on_missing: str, loss_mask: Any, idle: Any, padding: Any

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from router_replay.errors import ReplayError
 from router_replay.replay.megatron.routers import MegatronRouter
+from router_replay.replay.router_scores import distribution_of, figures_of
 from router_replay.replay.state import Column, Plan, State
 from router_replay.replay.wrapper import Wrapper
 
@@ -110,12 +111,13 @@ class RouterSite(Wrapper):
         self.used = False  # True once the router chose in the current pass
         self.shape: tuple[int, int] = (0, 0)  # [s, b] of the current pass
         self.chosen_TK: Tensor | None = None  # the choice of the current pass, in the narrow dtype, if one records
+        self.measured: tuple[Tensor, Tensor] | None = None  # figures [2, T] and choice [T, K], if one measures
 
     def __call__(self, logits: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Route with the active routes. `logits` are [s, b, E]; `padding_mask` [s, b] is True for padding."""
         found, first_time = self.state.decide()
         plan = cast(MicroBatchPlan | None, found)
-        if plan is None and not (first_time and self.state.recordings):
+        if plan is None and not (first_time and (self.state.recordings or self.state.measuring)):
             return self.original(logits, *args, padding_mask=padding_mask, **kwargs)
         if first_time:
             self._refuse_second_call()
@@ -126,7 +128,16 @@ class RouterSite(Wrapper):
         with swapped(self.module, router_replay=choice, _apply_expert_bias=count):
             out = self.original(logits, *args, padding_mask=padding_mask, **kwargs)
         self._note(plan, first_time, choice)
+        if first_time and self.state.measuring and choice.chosen_TK is not None:
+            self._measure(logits, choice.chosen_TK)
         return out
+
+    def _measure(self, logits: Tensor, chosen_TK: Tensor) -> None:
+        """Keep the figures of the pass; a bias that only takes part in the choice is no part of them."""
+        is_sigmoid = cast(Any, self.module).score_function == "sigmoid"
+        with torch.no_grad():
+            probabilities_TE = distribution_of(logits.detach().reshape(-1, logits.shape[-1]), is_sigmoid=is_sigmoid)
+            self.measured = figures_of(probabilities_TE, chosen_TK), chosen_TK.detach()
 
     def _choice(self, plan: MicroBatchPlan | None, first_time: bool, logits: Tensor) -> Choice:
         if plan is None:

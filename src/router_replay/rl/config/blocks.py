@@ -299,6 +299,8 @@ class TrainerConfig(Block):
     compiler"""
     agreement: bool = True
     """count how often the live router would have chosen the replayed experts"""
+    routing_metrics: bool = True
+    """measure the load of the experts, and the confidence and the entropy of the routers, in every layer"""
     rank_timeout: Annotated[float, Field(gt=0, le=1e6)] = 1800.0
     """a run of several processes ends when none of them makes progress for this many seconds"""
 

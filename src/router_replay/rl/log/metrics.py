@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from router_replay.errors import ConfigError, MeasureError, TrainError
 from router_replay.rl.config import LoggingConfig
-from router_replay.run_files import CONFIG_FILE, METRICS_FILE, read_metrics
+from router_replay.run_files import CONFIG_FILE, METRICS_FILE, PER_LAYER, read_lines, read_metrics
 
 __all__ = ["NAMES", "MetricsWriter", "read_metrics"]
 
@@ -38,8 +38,21 @@ NAMES: dict[str, str] = {
     "mismatch/abs_max": "largest absolute difference between old and rollout log-prob",
     "mismatch/extreme_tau2": "share of tokens whose old and rollout probabilities are more than a factor 2 apart",
     "routes/agreement": "share of (token, layer) pairs in which the trainer's own router would choose the engine's set",
+    "routes/agreement_worst": "the same share in the layer in which it is smallest",
+    "routes/agreement_worst_layer": "the id of that layer",
+    "routes/agreement/layers": "the same share in each routed layer: a list, in the order of routing/layers",
+    "routes/layers_out_of_line": "layers whose agreement is out of line with their neighbours'; 0 if all is well",
     "routes/replayed": "rows that were replayed, over all of the step's passes",
     "routes/live": "rows that the trainer's own router decided, over all of the step's passes",
+    "routing/load": "load of the busiest expert over the mean load of a layer, mean over layers; 1 if even",
+    "routing/load_worst": "the same in the layer in which it is largest",
+    "routing/load_worst_layer": "the id of that layer",
+    "routing/confidence": "mass that a router gives to the experts that the pass used, mean over tokens and layers",
+    "routing/entropy": "entropy of a router's distribution over all experts in nats, mean over tokens and layers",
+    "routing/load/layers": "routing/load of each routed layer: a list, in the order of routing/layers",
+    "routing/confidence/layers": "routing/confidence of each routed layer: a list",
+    "routing/entropy/layers": "routing/entropy of each routed layer: a list",
+    "routing/layers": "the ids of the routed layers: a list; the id of a layer with two routers stands twice",
     "loss": "mean loss over the step's mini-batches",
     "reference_kl": "KL to the reference model (k3), without the factor reference.kl; only with a reference model",
     "ppo_kl": "mean of old - new log-prob over the mini-batches: how far the step moved the policy",
@@ -104,7 +117,7 @@ class MetricsWriter:
         self._path = folder / METRICS_FILE
         settings = json.dumps(config, indent=2, default=str)
         _replace(folder / CONFIG_FILE, settings + "\n")
-        kept = [line for line in read_metrics(folder) if line["step"] < done] if self._path.exists() else []
+        kept = [line for line in read_lines(folder) if line["step"] < done] if self._path.exists() else []
         _replace(self._path, "".join(_line(values) for values in kept))
         self._last_step = kept[-1]["step"] if kept else -1
         self._file = self._path.open("a", encoding="utf-8")
@@ -113,21 +126,25 @@ class MetricsWriter:
         beside = {"tensorboard": self._tensorboard, "wandb": self._wandb}
         self.sinks: tuple[str, ...] = ("jsonl", *(name for name, sink in beside.items() if sink is not None))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of one step. A value that is not finite is written as null, since JSON has no NaN."""
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the `values` of one `step` by name: numbers, and lists of numbers under a name that ends with /layers.
+
+        A number that is not finite is written as null, since JSON has no NaN. Lists go to metrics.jsonl only.
+        """
         _check_names(values)
         if step <= self._last_step:
             raise MeasureError(
                 f"step {step} cannot follow step {self._last_step} in {self._path}: write each step once, in order"
             )
-        line = {"step": step, **{name: _plain(value) for name, value in values.items()}}
+        line = {"step": step, **{name: _value(name, value) for name, value in values.items()}}
         try:
             self._file.write(_line(line))
             self._file.flush()  # one short write: after a kill the line is complete or cut, never mixed with another
         except OSError as error:
             raise TrainError(f"{self._path}: the line of step {step} could not be written: {error.strerror}") from error
         self._last_step = step
-        finite = {name: value for name, value in line.items() if name != "step" and value is not None}
+        numbers_only = {name: value for name, value in line.items() if not name.endswith(PER_LAYER)}
+        finite = {name: value for name, value in numbers_only.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
             for name, value in finite.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -159,6 +176,10 @@ def _check_names(names: Iterable[str]) -> None:
             raise MeasureError(
                 f"{name!r} is not a documented metric: {hint}add it to NAMES in router_replay/rl/log/metrics.py first"
             )
+
+
+def _value(name: str, value: Any) -> float | list[float | None] | None:
+    return [_plain(one) for one in value] if name.endswith(PER_LAYER) else _plain(value)
 
 
 def _plain(value: Any) -> float | None:

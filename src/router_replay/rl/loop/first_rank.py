@@ -15,6 +15,7 @@ import torch
 from router_replay.engines.base import Engine
 from router_replay.engines.embedded import EmbeddedEngine
 from router_replay.errors import ConfigError
+from router_replay.measure import RouterFigures
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.engine_set import EngineSet
@@ -23,6 +24,7 @@ from router_replay.rl.log.display import Display, Quiet
 from router_replay.rl.log.evaluations import EvaluationLog
 from router_replay.rl.log.metrics import MetricsWriter
 from router_replay.rl.loop.phases import Phases
+from router_replay.rl.loop.routing_values import OutOfLine
 from router_replay.rl.loop.speed import Speed
 from router_replay.rl.loop.step_values import step_values
 from router_replay.rl.policy import delivery
@@ -68,6 +70,7 @@ class FirstRank:
         self._keep: Keep | None = None  # with Ray, the rows of finished episodes are in its object store
         self._lengths: list[int] = []  # of the sequences of the running step
         self._evaluated: dict[str, float] = {}  # what an evaluation measured, for the next line of metrics
+        self._out_of_line = OutOfLine()
         self._task = make_task(config.environment, tokenizer, config.seed, Limits.of(config))
         notes = check_prompt_lengths(self._task, config)
         self._evaluation_task = evaluation_task(config, tokenizer) if config.evaluation.every else None
@@ -263,11 +266,12 @@ class FirstRank:
         figures: Sequence[dict[str, float]],
         logprobs: Sequence[np.ndarray],
         routes: Stats,
+        routers: RouterFigures | None,
         seconds: Mapping[str, float],
         ranks: Ranks,
     ) -> None:
         """Write and show the metrics of the step that was just done."""
-        values = step_values(self._config, self.episodes, figures, logprobs, routes)
+        values = step_values(self._config, self.episodes, figures, logprobs, routes, routers)
         values |= {"version": progress.version, **seconds}
         if self._stream is not None:
             values |= self._stream.figures()
@@ -279,6 +283,8 @@ class FirstRank:
         self._evaluated = {}
         self._writer.write(progress.step - 1, values)
         self._display.step(progress.step - 1, values)
+        for warning in self._out_of_line.warnings(routes, progress.step - 1):
+            self._display.note(warning)
         self._rollout, self._taken = None, []
 
 

@@ -133,11 +133,11 @@ class Run:
     def report(self, figures: list[dict[str, float]], minis: list[MiniBatch], scored: list[list[Scored]]) -> None:
         """Gather the results of all ranks; the first rank writes them."""
         seconds = self.phases.end_step()
-        routes = self.policy.route_counts()
+        routes, routers = self.policy.route_counts(), self.policy.router_figures()
         mine = old_and_rollout(minis, scored)
         gaps = self.ranks.gather(mine if self.ranks.piece == 0 else mine[:, :0])  # equal on all ranks of a replica
         if self.first is not None:
-            self.first.report(self.progress, figures, gaps, routes, seconds, self.ranks)
+            self.first.report(self.progress, figures, gaps, routes, routers, seconds, self.ranks)
 
     def save(self) -> None:
         """Write a checkpoint of the current state."""

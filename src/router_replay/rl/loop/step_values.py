@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from router_replay.measure import logprob_gap
+from router_replay.measure import RouterFigures, logprob_gap
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
+from router_replay.rl.loop.routing_values import routing_values
 from router_replay.rl.rollout import Episode
 from router_replay.rl.rollout.episodes import episode_figures
 
@@ -19,13 +21,14 @@ def step_values(
     figures: Sequence[dict[str, float]],
     logprobs: Sequence[np.ndarray],
     routes: Stats,
-) -> dict[str, float]:
+    routers: RouterFigures | None = None,
+) -> dict[str, Any]:
     """Return the metrics of a step by name.
 
     `figures` has one entry per mini-batch. `logprobs` has one [2, tokens] array per rank: the old and the rollout
-    log-probs.
+    log-probs. `routes` are the counts of the rows, and `routers` the figures of the routers, if they are measured.
     """
-    values = episode_figures(episodes)
+    values: dict[str, Any] = dict(episode_figures(episodes))
     values |= {name: float(np.mean([one[name] for one in figures])) for name in figures[0]}
     if config.loss.old == "policy":  # otherwise nothing was computed that could be compared with the rollout
         old, rollout = np.concatenate(logprobs, axis=1)
@@ -42,8 +45,7 @@ def step_values(
         "routes/live": routes.rows_live[0],
         "lr": figures[-1]["lr"],
     }
-    if routes.agreement is not None:
-        values["routes/agreement"] = float(np.mean(routes.agreement))
+    values |= routing_values(routes, routers)
     if not config.reference.kl:
         del values["reference_kl"]
     if not config.loss.truncated_importance:

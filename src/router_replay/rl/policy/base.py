@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from router_replay.batch import LocalBatch
+from router_replay.batch import NO_LABEL, Batch, LocalBatch
 from router_replay.errors import TrainError
+from router_replay.measure import RouterFigures
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
 from router_replay.rl.policy.delivery import MiniBatch
@@ -100,6 +101,14 @@ class BasePolicy(abc.ABC):
         """Return the Stats of all passes since the last call, summed over ranks. Waits for the device.
 
         Call it once per step, on all ranks.
+        """
+
+    @abc.abstractmethod
+    def router_figures(self) -> RouterFigures | None:
+        """Return how the routers used their experts since the last call, over all ranks. Waits for the device.
+
+        The scoring passes are measured; where there are none, those of the updates. None if nothing is measured. Call
+        it once per step, on all ranks.
         """
 
     @abc.abstractmethod
@@ -211,6 +220,18 @@ def slots_of(now: torch.Tensor, micro: LocalBatch, old: Scored, device: torch.de
         reference_logprobs=old.reference_logprobs,
         ages=version - tensors.whole("label_versions"),
     )
+
+
+def counted_slots(whole: Batch) -> np.ndarray:
+    """Return a mask [slots] of the tokens that routing metrics count: they predict something, in a trained sequence.
+
+    Sequences without a loss only make the ranks even, and stand in another bin as well.
+    """
+    ids, inside = whole.sample_ids, whole.sample_ids >= 0
+    trained = np.bincount(ids[inside], whole.label_mask[inside]) > 0
+    mask: np.ndarray = (whole.labels != NO_LABEL) & inside
+    mask[inside] &= trained[ids[inside]]
+    return mask
 
 
 def old_and_rollout(minis: Sequence[MiniBatch], scored: Sequence[Sequence[Scored]]) -> np.ndarray:

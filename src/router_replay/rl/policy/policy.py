@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from router_replay.batch import NO_LABEL, LocalBatch
-from router_replay.batch.tensors import TensorRoutes
+from router_replay.batch.tensors import TensorRoutes, on_device
 from router_replay.forward import Ulysses, logprobs, use_packed_attention
 from router_replay.forward.attention import attention_of
 from router_replay.forward.packing import why_not_packed
+from router_replay.measure import RouterFigures
 from router_replay.replay import RouterReplay
+from router_replay.replay.gauge import RouterGauge
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, counted_slots, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
 from router_replay.rl.policy.models import compile_layers, fill_share, load_model, model_folder, weights_of
@@ -47,6 +49,7 @@ class Policy(BasePolicy):
         self._counted = self.replayer.stats
         self._beside: list[Stats] = []  # passes without replay, which the replayer does not count
         self._forget_comparisons()
+        self._gauge = RouterGauge(self.replayer.spec)
         self._reference = _Reference(config, ranks) if config.reference.kl else None
 
     @property
@@ -75,7 +78,8 @@ class Policy(BasePolicy):
         with self._weights.computing():
             for micro, old in zip(mini.micro, scored, strict=True):
                 ranks.watch.beat()
-                with self._replaying(micro, old.routes):
+                measured = self._measured(micro) if config.loss.old == "rollout" else contextlib.nullcontext()
+                with measured, self._replaying(micro, old.routes):
                     slots = slots_of(self._logprobs(micro), micro, old, ranks.device, mini.version)
                     loss, found = policy_loss(slots, config.loss, totals, config.reference.kl)
                     (loss * ranks.world).backward()  # FSDP2 takes the mean over ranks; the loss is a sum over them
@@ -99,6 +103,13 @@ class Policy(BasePolicy):
         summed = self._ranks.sum(torch.tensor(found.counts(), device=self._ranks.device))
         return Stats.from_counts(found.layers, summed.tolist())
 
+    def router_figures(self) -> RouterFigures | None:
+        """Return how the routers used their experts since the last call, over all ranks. Waits for the device."""
+        if not self._config.trainer.routing_metrics:
+            return None
+        sums = self._ranks.sum(self._gauge.take().to(self._ranks.device))
+        return RouterFigures.from_sums(self.replayer.spec, sums)
+
     def _forget_comparisons(self) -> None:
         """Start to count anew in how many rows the engine and a model without replay chose the same experts."""
         self._rows_compared = 0
@@ -112,10 +123,11 @@ class Policy(BasePolicy):
             routes = micro if self._config.replay == "r3" else None
         elif self._config.replay == "r3":
             routes = micro
-            with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
+            agreement = self._config.trainer.agreement
+            with self._measured(micro), self._replaying(micro, routes, agreement=agreement):
                 old = self._logprobs(micro)
         else:
-            with self.replayer.record() as recording, self._replaying(micro, None):
+            with self._measured(micro), self.replayer.record() as recording, self._replaying(micro, None):
                 old = self._logprobs(micro)
             if self._config.trainer.agreement and micro.routes is not None:
                 self._compare(micro, recording.tensors)
@@ -142,6 +154,14 @@ class Policy(BasePolicy):
         on_missing = self._config.rollout.on_missing
         with self.replayer.replay(routes, on_missing=on_missing, loss_mask=micro.label_mask, agreement=agreement):
             yield
+
+    def _measured(self, micro: LocalBatch) -> contextlib.AbstractContextManager[None]:
+        """Return a block that measures the routers on the tokens of `micro` that count."""
+        if not self._config.trainer.routing_metrics:
+            return contextlib.nullcontext()
+        return self.replayer.measure(
+            self._gauge, on_device(counted_slots(micro.whole)[micro.place], self._ranks.device)
+        )
 
     def _compare(self, micro: LocalBatch, own: TensorRoutes) -> None:
         """Count on the device in how many rows the engine's experts equal the model's own, per layer."""

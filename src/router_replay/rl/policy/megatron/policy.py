@@ -18,10 +18,11 @@ from torch import Tensor
 from router_replay.batch import NO_LABEL
 from router_replay.batch.megatron import Share
 from router_replay.batch.tensors import TensorRoutes
+from router_replay.measure import RouterFigures
 from router_replay.replay import RouterReplay
 from router_replay.replay.stats import Stats
 from router_replay.rl.config import TrainConfig
-from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, slots_of
+from router_replay.rl.policy.base import MOMENTS, BasePolicy, Scored, Shards, counted_slots, slots_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.losses import LossSums, Totals, policy_loss
 from router_replay.rl.policy.megatron import gradients, weights
@@ -87,10 +88,12 @@ class MegatronPolicy(BasePolicy):
         if self._config.loss.old == "rollout":  # no pass: the engine's own log-probs are the old ones
             old = [micro.to_torch(self._ranks.device).whole("label_logprobs") for micro in mini.micro]
         elif routes is not None:
-            with self._replaying(mini, routes, forward_only=True, agreement=self._config.trainer.agreement):
+            agreement = self._config.trainer.agreement
+            with self._measured(mini), self._replaying(mini, routes, forward_only=True, agreement=agreement):
                 old = self._passes.logprobs(mini)
         else:
-            with self.replayer.record() as recorded, self._replaying(mini, None, forward_only=True):
+            recording, routed = self.replayer.record(), self._replaying(mini, None, forward_only=True)
+            with self._measured(mini), recording as recorded, routed:
                 old = self._passes.logprobs(mini)
             shape = Shape.of(mini)
             shares = list(recorded.shares) or [self._passes.empty_share(shape)] * shape.count
@@ -124,7 +127,8 @@ class MegatronPolicy(BasePolicy):
             return loss
 
         routes = [old.routes for old in scored] if config.replay != "off" else None
-        with self._replaying(mini, routes, forward_only=False):
+        measured = self._measured(mini) if config.loss.old == "rollout" else contextlib.nullcontext()
+        with measured, self._replaying(mini, routes, forward_only=False):
             self._passes.backward(mini, loss_of)
         loss, *sums = self._passes.from_last_stage(found)
         return loss, LossSums(*sums)
@@ -167,6 +171,20 @@ class MegatronPolicy(BasePolicy):
         found = stats.since(self._counted) + beside
         self._counted, self._beside = stats, self._no_counts()
         return found
+
+    def router_figures(self) -> RouterFigures | None:
+        """Return how the routers used their experts since the last call, over all ranks. Waits for the device."""
+        if not self._config.trainer.routing_metrics:
+            return None
+        return RouterFigures.from_sums(self.spec, self.replayer.sums_of_all_ranks())
+
+    def _measured(self, mini: MiniBatch) -> contextlib.AbstractContextManager[None]:
+        """Return a block that measures the routers on the tokens of `mini` that count."""
+        if not self._config.trainer.routing_metrics:
+            return contextlib.nullcontext()
+        cut, rows = self.replayer.layout.cut_mask, Shape.of(mini).rows
+        masks = [cut(counted_slots(micro.whole), len(micro.whole), rows) for micro in mini.micro]
+        return self.replayer.measure(masks)
 
     def _no_counts(self) -> Tensor:
         """Return the counts (`Stats.counts`) of passes that the replayer does not count, all zero."""
