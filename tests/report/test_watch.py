@@ -159,9 +159,7 @@ def test_a_wrong_folder_is_refused_with_what_to_do(tmp_path: pathlib.Path, capsy
 
 def test_ctrl_c_ends_the_command_with_status_0(folder: pathlib.Path) -> None:
     command = [sys.executable, "-m", "router_replay.cli", "watch", str(folder)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert re.match(r"the page: http://127\.0\.0\.1:\d+/  Ctrl-C ends it", process.stdout.readline())
         assert f"waiting for {folder} to finish its first step" in process.stdout.readline()
