@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 from typing import Any
@@ -19,6 +20,8 @@ A value is a number or null; a name that ends with `PER_LAYER` has a list of the
 PER_LAYER = "/layers"
 CONFIG_FILE = "config.json"
 """The file with the settings that the run was started with."""
+LOCK_FILE = "run.lock"
+"""The file by which a run holds its folder; it is there before any other."""
 LAST_STEP = 1 << 53  # every JSON reader represents integers up to here exactly
 
 
@@ -51,6 +54,44 @@ def read_lines(folder: pathlib.Path) -> list[dict[str, Any]]:
         raise MeasureError(f"there is no {METRICS_FILE} in {folder}: give the `output` folder of a training run")
     *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_parsed(line, path, position) for position, line in enumerate(lines, 1)]
+
+
+class MetricsTail:
+    """Read the metrics file of the run in `folder` as it grows; `steps` has the lines that were read.
+
+    A run that is resumed replaces the file; it is then read from its start again.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.steps: list[dict[str, Any]] = []
+        self._file_id: tuple[int, int] | None = None
+        self._end = 0
+
+    def read(self) -> bool:
+        """Read the lines that were finished since the last call; return whether `steps` changed.
+
+        A file that does not exist yet has no lines. Raises MeasureError for a line that cannot be read.
+        """
+        path = self.folder / METRICS_FILE
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return False
+        with file:
+            now = os.fstat(file.fileno())
+            changed = False
+            if self._file_id != (now.st_dev, now.st_ino) or now.st_size < self._end:
+                self._file_id, self._end = (now.st_dev, now.st_ino), 0
+                changed, self.steps = bool(self.steps), []
+            file.seek(self._end)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        first = len(self.steps) + 1
+        lines = whole.decode("utf-8", errors="replace").split("\n")[:-1]
+        self.steps = [*self.steps, *(_parsed(line, path, position) for position, line in enumerate(lines, first))]
+        self._end += len(whole)
+        return changed or bool(lines)
 
 
 def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from router_replay.errors import MeasureError
 from router_replay.number_format import Kind, number
 from router_replay.report import Run, as_text, comparison, read_metrics, write_report
 from router_replay.report.bins import BINS, MOST_STEPS, Grid
-from router_replay.report.page import CHARTS
-from tests.report.test_report import Tags, full_line, make_run, page_of
+from router_replay.report.curves import CHARTS
+from tests.report.test_report import Tags, data_of, full_line, make_run, page_of, written_by_us
 
 DEEP = "[" * 100_000
 
@@ -37,7 +37,8 @@ def test_what_no_float_holds_is_not_finite(tmp_path: pathlib.Path, value: str) -
     page, twin = page_of([run])
     assert twin["table"][0]["not_finite"] == {"reward": 1, "routes/replayed": 1}
     assert twin["table"][0]["reward_last"] == 1.0
-    assert "not finite" in page
+    curves = {chart["metric"]: chart["curves"][0] for chart in data_of(page)["charts"]}
+    assert curves["reward"] == {"m": [1.0, None], "last": None, "bad": [0, 1]}
     assert "reward in 1 of 2" in as_text(comparison([run]))
 
 
@@ -52,8 +53,9 @@ def test_huge_values_break_neither_table_nor_charts(tmp_path: pathlib.Path, valu
     for runs in ([run], [make_run(tmp_path, "b", [full_line(0, 1e-3)]), run]):
         page, _ = page_of(runs)
         text = as_text(comparison(runs))
-        assert not re.search(r"\b(nan|inf|NaN|Infinity)\b", page + text)
-        assert not re.search(r"[\d,]{25}", re.sub(r'd="[^"]*"', "", page) + text)  # no number of hundreds of digits
+        assert not re.search(r"\b(nan|inf|NaN|Infinity)\b", written_by_us(page) + text)
+        shown, _, _ = page.partition('<script type="application/json"')
+        assert not re.search(r"[\d,]{25}", shown + text)  # no number of hundreds of digits
 
 
 @pytest.mark.parametrize("kind", ["plain", "small", "share", "count", "seconds", "ratio"])
@@ -107,7 +109,7 @@ def test_odd_values_of_a_config_are_shown_as_they_stand(tmp_path: pathlib.Path) 
     assert rows["kl"] == ["NaN", "2"]
     assert rows["s"] == ["\\ud800", "x" * 300 + "…"]
     assert twin["runs"][0]["config"]["s"] == "\ud800"
-    assert "<u>" not in page
+    assert "<u>" not in written_by_us(page)
 
 
 def test_names_cannot_command_a_terminal(tmp_path: pathlib.Path) -> None:
@@ -148,11 +150,13 @@ def test_a_long_run_makes_a_small_page_on_which_every_spike_is_seen(tmp_path: pa
     assert [point for point in bins["grad_norm"] if point[3] > 1] == [[31_200, 1.0, 1.0 + 899 / 200, 900.0, 0]]
     assert [point for point in bins["reward"] if point[1] < 0] == [[77_600, -5.0, -5 / 200, 0.0, 0]]
     assert [point for point in bins["mismatch/k3"] if point[4]] == [[60_000, 1e-3, 1e-3, 1e-3, 1]]
-    charts = [json.loads(names["data-points"])[0] for tag, names in Tags(page).tags if tag == "svg"]
-    assert max(map(len, charts)) <= BINS
-    assert [point[3] for point in charts[4] if "900" in point[3]] == ["5.495 (1.000 to 900.000)"]
-    bands = [names["d"] for tag, names in Tags(page).tags if tag == "path" and "band" in str(names["class"])]
-    assert len(bands) == 2  # of the reward and of the gradient norm, which alone vary
+    curves = {chart["metric"]: chart["curves"][0] for chart in data_of(page)["charts"]}
+    assert set(curves) == set(bins)
+    assert max(len(curve["m"]) for curve in curves.values()) <= BINS
+    norm = curves["grad_norm"]
+    at = norm["hi"].index(900.0)
+    assert (norm["lo"][at], norm["m"][at], data_of(page)["runs"][0]["x"][at]) == (1.0, 5.495, 31_200)
+    assert {name for name, curve in curves.items() if "lo" in curve} == {"reward", "grad_norm"}  # they alone vary
 
 
 def test_the_table_of_a_long_run_counts_every_step(tmp_path: pathlib.Path) -> None:

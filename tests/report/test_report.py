@@ -17,10 +17,9 @@ import pytest
 from router_replay.cli import report as report_command
 from router_replay.errors import ConfigError, MeasureError
 from router_replay.report import Run, as_text, comparison, write_report
-from router_replay.report.charts import HEIGHT
-from router_replay.report.page import CHARTS
+from router_replay.report.curves import CHARTS
+from router_replay.report.library import library_script
 from router_replay.report.runs import LINES, cells
-from router_replay.report.scales import linear_scale
 
 
 def make_run(folder: pathlib.Path, name: str, lines: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Run:
@@ -66,6 +65,20 @@ def page_of(runs: list[Run], notes: tuple[str, ...] = (), title: str = "A title"
     out = runs[0].folder.parent / "pages" / "report.html"
     write_report(runs, out, title, notes)
     return out.read_text(), json.loads(out.with_suffix(".json").read_text())
+
+
+def written_by_us(page: str) -> str:
+    """The page without the library and the scripts: the text and the data that change with the runs."""
+    head, _, rest = page.partition('<script type="module">')
+    assert rest.startswith(library_script())
+    return head
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What the page's scripts draw."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
 
 
 class Tags(html.parser.HTMLParser):
@@ -130,34 +143,68 @@ def test_the_text_has_the_table_too(runs: list[Run]) -> None:
 
 def test_the_page_refers_to_nothing_outside(runs: list[Run]) -> None:
     page, _ = page_of(runs)
-    assert "http://" not in page
-    assert "https://" not in page
-    assert "url(" not in page
-    assert "@import" not in page
+    ours = page.replace(library_script(), "")
+    assert "http://" not in ours
+    assert "https://" not in ours
+    assert "url(" not in ours
+    assert "@import" not in ours
     fetching = {"src", "href", "srcset", "action", "data", "poster", "xlink:href"}
-    parsed = Tags(page)
+    parsed = Tags(ours)
     assert [(tag, names) for tag, names in parsed.tags if fetching & names.keys()] == []
     assert not {tag for tag, _ in parsed.tags} & {"link", "img", "iframe", "object", "embed"}
     policies = [names["content"] for tag, names in parsed.tags if tag == "meta" and "http-equiv" in names]
     assert policies[0].startswith("default-src 'none'")
 
 
-def test_every_chart_has_every_run(runs: list[Run]) -> None:
+def test_the_library_names_no_address_to_load_from() -> None:
+    """Names of XML and of schemas are no addresses; the policy would refuse any other too."""
+    hosts = set(re.findall(r"https?://([\w.-]+)", library_script()))
+    assert hosts <= {"www.w3.org", "vega.github.io", "github.com"}
+
+
+def test_every_metric_has_a_chart_with_every_run(tmp_path: pathlib.Path) -> None:
+    lines = [full_line(step, 1e-3) | {"async/ready": step, "new/metric": 0.5 * step} for step in range(5)]
+    runs = [make_run(tmp_path, "off", lines), make_run(tmp_path, "r3", lines[:3])]
+    charts = data_of(page_of(runs)[0])["charts"]
+    assert [chart["metric"] for chart in charts[: len(CHARTS)]] == [chart.metric for chart in CHARTS]
+    assert {chart["metric"] for chart in charts} == set(lines[0])
+    drawn = {chart["metric"]: [curve["m"] for curve in chart["curves"]] for chart in charts}
+    for name, (off, r3) in drawn.items():
+        assert off == [pytest.approx(line[name], rel=1e-5) for line in lines]
+        assert r3 == off[:3]
+    assert all(chart["series"] == ["off", "r3"] for chart in charts)
+
+
+def test_a_curve_says_its_steps_only_where_they_are_not_all(tmp_path: pathlib.Path) -> None:
+    run = make_run(tmp_path, "a", [{"reward": 1.0}, {"reward": 2.0, "evaluation/reward": 0.5}, {"reward": 3.0}])
+    data = data_of(page_of([run])[0])
+    curves = {chart["metric"]: chart["curves"][0] for chart in data["charts"]}
+    assert data["runs"] == [{"name": "a", "x": [0, 1, 2]}]
+    assert curves["reward"] == {"m": [1.0, 2.0, 3.0], "last": 3.0}
+    assert curves["evaluation/reward"] == {"m": [0.5], "last": 0.5, "x": [1]}
+
+
+@pytest.mark.parametrize("name", ["routes/agreement/layer_{}", "layer{}/load", "load.layers.{}"])
+def test_metrics_of_each_layer_become_one_heat_map(tmp_path: pathlib.Path, name: str) -> None:
+    lines = [{"reward": 0.0, **{name.format(layer): layer + step / 4 for layer in (1, 2, 10)}} for step in range(3)]
+    lines[1][name.format(10)] = None
+    charts = data_of(page_of([make_run(tmp_path, "a", lines)])[0])["charts"]
+    assert [chart["drawing"] for chart in charts] == ["curves", "grid"]
+    assert charts[1]["rows"] == [1, 2, 10]
+    assert charts[1]["edges"] == [0, 1, 2, 3]
+    assert charts[1]["values"] == [[1.0, 1.25, 1.5], [2.0, 2.25, 2.5], [10.0, None, 10.5]]
+
+
+def test_the_verdict_says_whether_replay_was_on(tmp_path: pathlib.Path) -> None:
+    counts = {"off": (0, 40), "r3": (40, 0), "part": (30, 10)}
+    runs = [
+        make_run(tmp_path, name, [{"routes/replayed": replayed, "routes/live": live}])
+        for name, (replayed, live) in counts.items()
+    ]
     page, _ = page_of(runs)
-    points = [json.loads(names["data-points"]) for tag, names in Tags(page).tags if tag == "svg"]
-    assert len(points) == len(CHARTS)
-    assert all([[point[0] for point in run] for run in chart] == [[0, 1, 2, 3, 4]] * 2 for chart in points)
-    reward, k3 = points[0], points[1]
-    heights = [point[2] for point in reward[0]]
-    assert heights == sorted(heights, reverse=True)  # a growing reward climbs: y counts from the top
-    assert [point[3] for point in k3[1]][:2] == ["2.50e-4", "5.00e-4"]
-    ratios = [off[2] - r3[2] for off, r3 in zip(*k3, strict=True)]
-    assert ratios == pytest.approx([ratios[0]] * 5, abs=0.21)  # equal ratios are equal distances: the log scale
-
-
-def test_a_share_that_is_always_0_is_not_drawn_against_100_percent() -> None:
-    assert [label for _, label in linear_scale([0.0, 0.0], "share", from_zero=True).ticks][-1] == "1.0 %"
-    assert [label for _, label in linear_scale([0.0, 0.9], "share", from_zero=True).ticks][-1] == "100 %"
+    assert "off: no row was replayed; all 40 were routed live." in page
+    assert "r3: every row was replayed, 40 in all." in page
+    assert "part: 75.0 % of the rows were replayed; 10 were routed live." in page
 
 
 def test_text_is_escaped(tmp_path: pathlib.Path) -> None:
@@ -165,12 +212,14 @@ def test_text_is_escaped(tmp_path: pathlib.Path) -> None:
     run = make_run(tmp_path, evil, [full_line(0, 1e-3)], {"replay": "<b>&"})
     other = make_run(tmp_path, '"onload="x', [full_line(0, 1e-3)], {"replay": "</style>"})
     page, twin = page_of([run, other], notes=("<i>note</i>",), title="</title><u>")
-    assert page.count("<script") == 1  # counted in the text: a parser takes what follows an unescaped one for its code
-    assert "<u>" not in page
+    ours = page.replace(library_script(), "")
+    assert ours.count("<script") == 3  # counted in the text: a parser takes what follows an unescaped one for its code
+    assert "<u>" not in ours
     assert "&lt;script&gt;" in page
     assert "&lt;i&gt;note" in page
     assert "&lt;b&gt;&amp;" in page
-    assert not any("onload" in names for _, names in Tags(page).tags)
+    assert not any("onload" in names for _, names in Tags(ours).tags)
+    assert data_of(page)["runs"][0]["name"] == evil
     assert twin["table"][0]["name"] == evil
 
 
@@ -193,9 +242,7 @@ def test_a_run_with_little_does_not_break(tmp_path: pathlib.Path, runs: list[Run
     for chosen in ([little], [little, *runs], [*runs, little]):
         page, twin = page_of(chosen)
         assert as_text(comparison(chosen))
-        assert not re.search(r"\b(nan|inf|NaN|Infinity)\b", page)
-        heights = [float(names["cy"]) for tag, names in Tags(page).tags if tag == "circle" and "cy" in names]
-        assert all(0 <= height <= HEIGHT for height in heights)
+        assert not re.search(r"\b(nan|inf|NaN|Infinity)\b", written_by_us(page))
         assert len(twin["table"]) == len(chosen)
 
 
@@ -205,7 +252,8 @@ def test_what_was_not_finite_is_said_and_in_no_mean(tmp_path: pathlib.Path) -> N
     page, twin = page_of([run])
     assert math.isclose(twin["table"][0]["k3_mean"], 2e-3)
     assert any("mismatch/k3 in 1 of 3" in note for note in twin["notes"])
-    assert "not finite" in page
+    [chart] = data_of(page)["charts"]
+    assert chart["curves"] == [{"m": [0.001, None, 0.003], "last": 0.003, "bad": [0, 1, 0]}]
 
 
 def test_runs_of_other_lengths_are_said(tmp_path: pathlib.Path, runs: list[Run]) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from router_replay import __version__
-from router_replay.cli import demo, gateway, inspect, make_model, report, train, verify
+from router_replay.cli import demo, gateway, inspect, make_model, report, train, verify, watch
 from router_replay.errors import RouterReplayError
 
 EXTRAS = ("torch", "transformers", "pydantic", "rich", "aiohttp")  # what a bare installation may lack
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add(commands)
     demo.add(commands)
     report.add(commands)
+    watch.add(commands)
     verify.add(commands)
     chosen, rest = parser.parse_known_args(arguments)
     if rest and chosen.command != "serve":

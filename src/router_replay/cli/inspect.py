@@ -6,8 +6,10 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from router_replay.cli.report import check_report, say_page
 from router_replay.errors import SpecError, WireError, shorten
 from router_replay.number_format import number
 
@@ -24,6 +26,9 @@ def add(commands: Any) -> None:
     parser.add_argument("file", type=pathlib.Path, help="a file of ours, or in a format of another project")
     add_format(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--report", type=pathlib.Path, metavar="FILE", help="write a page to FILE, and its JSON beside it"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -47,15 +52,36 @@ def _run(chosen: argparse.Namespace) -> int:
     if chosen.format is not None and chosen.format not in FORMATS:
         raise WireError(f"--format must be one of {', '.join(FORMATS)}, got {chosen.format!r}")
     form, parts = open_any(chosen.file, chosen.format, spec_of(chosen.model))
+    check_report(chosen.report)
     facts = Facts(chosen.file, form)
-    for part in parts:
-        facts.add(part)
+    if chosen.report is None:
+        for part in parts:
+            facts.add(part)
+    else:
+        _write_page(facts, parts, chosen.report)
     if chosen.json:
         json.dump(facts.as_json(), sys.stdout, indent=2)
         print()
     else:
         print("\n".join(facts.as_text()))
     return 0
+
+
+def _write_page(facts: Facts, parts: Iterable[Part], out: pathlib.Path) -> None:
+    """Count the parts, and write the page about them; each is read once."""
+    import numpy as np
+
+    from router_replay.report import Lanes, write_trajectories
+
+    every = []
+    for part in parts:
+        facts.add(part)
+        record = part.record
+        mask = None if record is None else record.loss_mask
+        versions = None if record is None else np.broadcast_to(record.versions, len(record))
+        every.append(Lanes(part.place, part.routes, part.start, mask, versions).bands)
+    write_trajectories(every, facts.as_text(), out, facts.expert_load)
+    say_page(out)
 
 
 def spec_of(model: str | None) -> RouterSpec | None:
@@ -124,6 +150,11 @@ class Facts:
     def bound_bytes(self) -> int:
         """The bytes that the captured rows take at the information bound."""
         return 0 if self.spec is None else -int(-self.captured * self.spec.bound_bits // 8)
+
+    @property
+    def expert_load(self) -> tuple[tuple[int, ...], Any] | None:
+        """The ids of the layers and the expert load [L, E]; None if no row is captured."""
+        return (self.spec.layers, self._load) if self.spec is not None and self.captured else None
 
     def layers(self) -> list[dict[str, Any]]:
         """Return the load of each layer: the largest over the mean, and the number of experts without a token."""

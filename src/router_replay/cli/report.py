@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,14 +23,30 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _report(chosen: argparse.Namespace) -> int:
     from router_replay.report import as_text, comparison, write_report
 
-    runs = [_run(text) for text in chosen.runs]
+    runs = [run_of(text) for text in chosen.runs]
     write_report(runs, chosen.out, chosen.title)
     print(as_text(comparison(runs)))
     print(f"\npage: {chosen.out}  numbers: {chosen.out.with_suffix('.json')}")
     return 0
 
 
-def _run(text: str) -> Run:
+def check_report(out: pathlib.Path | None) -> None:
+    """Raise ConfigError if no page can be written to `out`, before the work that the page is about."""
+    if out is not None:
+        from router_replay.report.library import check_library
+        from router_replay.report.page import check_name
+
+        check_name(out)
+        check_library()
+
+
+def say_page(out: pathlib.Path) -> None:
+    """Say where the page `out` and its JSON are, on stderr, since stdout may be JSON."""
+    print(f"page: {out}  data: {out.with_suffix('.json')}", file=sys.stderr)
+
+
+def run_of(text: str) -> Run:
+    """Return the run that an argument FOLDER or NAME=FOLDER names."""
     from router_replay.report import Run
 
     name, equals, folder = text.partition("=")

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from router_replay.cli.inspect import add_format
+from router_replay.cli.report import check_report, say_page
 from router_replay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--inject", choices=FAULTS, metavar="FAULT", help=f"put a fault in first: {', '.join(FAULTS)}")
     parser.add_argument("--api-key-env", default="", metavar="NAME", help="the variable that holds a server's key")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--report", type=pathlib.Path, metavar="FILE", help="write a page to FILE, and its JSON beside it"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -54,6 +58,7 @@ def _run(chosen: argparse.Namespace) -> int:
     for name in ("tokens", "limit"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
+    check_report(chosen.report)
     with shown() as progress:
         samples, source, temperature = _samples(chosen, progress)
         verdict = verify(
@@ -73,6 +78,11 @@ def _run(chosen: argparse.Namespace) -> int:
         print()
     else:
         print("\n".join(verdict.as_text()))
+    if chosen.report is not None and verdict.seen is not None:
+        from router_replay.report import write_verdict
+
+        write_verdict(verdict.as_json(), verdict.as_text(), verdict.seen, chosen.report)
+        say_page(chosen.report)
     return 0 if verdict.belongs else 1
 
 

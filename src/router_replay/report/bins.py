@@ -52,6 +52,11 @@ class Grid:
         first, last = min(map(min, filter(None, runs))), max(map(max, filter(None, runs)))
         return cls(first, -(-(last - first + 1) // BINS))
 
+    def starts(self, steps: np.ndarray) -> list[int]:
+        """Return the first step of each bin that has one of `steps`."""
+        bins = np.unique((steps - self.first) // self.width)
+        return (self.first + bins * self.width).tolist()
+
     def gather(self, steps: np.ndarray, values: np.ndarray) -> list[Point]:
         """Return one Point per bin that has a step, in order. The first step of a bin identifies it in every run."""
         if not len(steps):

@@ -1,183 +1,158 @@
-"""Write a self-contained page about a few runs, and a JSON file with the same numbers.
+"""The frame of every page: its policy, style and scripts, the figures, and the JSON file beside it.
 
-write_report([Run("off", off), Run("r3", r3)], Path("out/report.html"), "Replay off and on", ["Seeds are equal."])
+The page holds its data as JSON, and `assets/` holds the scripts that draw it with Vega. Text of users goes through
+`html.escape` or into JSON, never into a script.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import importlib.resources
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router_replay.errors import ConfigError
-from router_replay.report.bins import Grid, Point
-from router_replay.report.charts import COLOURS, Chart, Series, figure
-from router_replay.report.runs import LINES, Row, Run, cells, comparison, differing_settings, remarks
-from router_replay.report.style import COLOUR_RULES, SCRIPT, STYLE
+from router_replay.report.library import library_script
 
-EXPLANATION = (
-    "In reinforcement learning, an engine samples tokens and the trainer then computes their probabilities again. "
-    "In a mixture-of-experts model the two may send a token to different experts, and then the trainer learns from "
-    "probabilities with which no token was sampled. Replay makes the trainer use the engine's experts. This page shows "
-    "how far engine and trainer were apart, what the runs learned, and what they cost."
-)
-CHARTS = (
-    Chart("reward", "Reward", "mean over the step's episodes", "plain"),
-    Chart("mismatch/k3", "Mismatch, k3", "KL estimate, engine to trainer", "small", log=True),
-    Chart(
-        "mismatch/extreme_tau2", "Extreme tokens", "probabilities more than a factor 2 apart", "share", from_zero=True
-    ),
-    Chart("routes/agreement", "Agreement", "the trainer's own router would choose the same experts", "share"),
-    Chart("grad_norm", "Gradient norm", "before clipping", "plain", from_zero=True),
-    Chart("entropy", "Entropy", "estimated from the sampled tokens, in nats", "plain"),
-    Chart("seconds/step", "Seconds per step", "all phases", "seconds", from_zero=True),
-    Chart("tokens_per_second", "Tokens per second", "of the whole step", "count", from_zero=True),
-    Chart("trainer/tokens_per_second", "Tokens trained per second", "of score and update", "count", from_zero=True),
-    Chart("trainer/peak_share", "Share of the peak", "operations of the trainer", "share", from_zero=True),
-    Chart("seconds/rollout", "Seconds of the rollout", "without the environments", "seconds", from_zero=True),
-    Chart("seconds/score", "Seconds of the score", "old log-probs", "seconds", from_zero=True),
-    Chart("seconds/update", "Seconds of the update", "all mini-batches", "seconds", from_zero=True),
-    Chart("seconds/sync", "Seconds of the sync", "new weights into the engine", "seconds", from_zero=True),
-    Chart("memory/peak_gib", "Peak memory", "GiB", "plain", from_zero=True),
-)
-# With this policy the browser refuses to load any other resource.
+# With this policy the browser refuses to load any other resource, and to make code out of text.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-GROUP_ENDS = ("reward_last", "agreement_mean")
+LIVE_POLICY = f"{POLICY}; connect-src 'self'"
+SCRIPTS = ("format.js", "curves.js", "grids.js", "tokens.js", "bands.js", "page.js")
+COLOURS = 7
+"""Runs and series have the colours c0 to c6 of assets/page.css, again and again."""
 
 
-def write_report(runs: Sequence[Run], out: pathlib.Path, title: str, notes: Sequence[str] = ()) -> None:
-    """Write the page to `out`, and the JSON file to the same path with the suffix .json.
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Describe one chart of a page: the `drawing` of assets/ that draws it, its `title`, `meaning` and `data`.
 
-    `runs` are compared in the order given; ratios are relative to the first one. `title` is the heading of the page.
-    `notes` are included in both files, followed by remarks on the comparison. Raise ConfigError if there are no runs,
-    or if `out` ends in .json.
+    `series` are the names of the curves or groups that can be hidden. A `wide` figure takes a whole line. `choices`
+    are the entries of a menu that chooses what is shown.
     """
-    if not runs:
-        raise ConfigError("a report needs one run or more, got none: give the output folder of a run")
+
+    drawing: str
+    title: str
+    meaning: str
+    data: Mapping[str, Any]
+    series: Sequence[str] = ()
+    wide: bool = False
+    choices: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the page and the JSON file hold of the chart."""
+        return {"drawing": self.drawing, "title": self.title, "series": list(self.series), **self.data}
+
+
+def short(value: float) -> float:
+    """Return the number with six significant digits: more cannot be seen, and would make the page larger."""
+    return float(f"{value:.6g}")
+
+
+def check_name(out: pathlib.Path) -> None:
+    """Raise ConfigError if the page would have the name of its JSON file."""
     if out.suffix == ".json":
         raise ConfigError(f"the page cannot have the name {out.name}: the JSON file gets this name; use .html")
-    rows = comparison(runs)
-    grid = Grid.of([[line["step"] for line in run.steps] for run in runs])
-    notes = [*notes, *remarks(rows), *([_binned(grid)] if grid else [])]
-    twin = json.dumps(_twin(runs, rows, title, notes, grid), indent=1, allow_nan=False, ensure_ascii=False)
-    page = _page(runs, rows, title, notes, grid)
+
+
+def write_both(out: pathlib.Path, page: str, twin: Mapping[str, Any]) -> None:
+    """Write the page to `out` and `twin` beside it, with the suffix .json."""
+    text = json.dumps(twin, indent=1, allow_nan=False, ensure_ascii=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate (from a damaged name) cannot be encoded as UTF-8; its escape is valid in JSON.
-    out.with_suffix(".json").write_text(twin + "\n", encoding="utf-8", errors="backslashreplace")
+    out.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     out.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _binned(grid: Grid) -> str:
-    return (
-        f"Each point of the charts stands for {grid.width:,} steps: the line is their mean, and the band goes from "
-        "the smallest to the largest value. The table counts every step."
-    )
-
-
-def _twin(
-    runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str], grid: Grid | None
-) -> dict[str, Any]:
-    return {
-        "title": title,
-        "explanation": EXPLANATION,
-        "notes": list(notes),
-        "table": [dataclasses.asdict(row) for row in rows],
-        "runs": [{"name": run.name, "config": run.config, **_steps(run, grid)} for run in runs],
-    }
-
-
-def _steps(run: Run, grid: Grid | None) -> dict[str, Any]:
-    """Return all steps; with a grid, [first step, low, mean, high, steps not finite] of each bin per metric."""
-    if grid is None:
-        return {"steps": run.steps}
-    bins = {name: [dataclasses.astuple(point) for point in grid.gather(*run.column(name))] for name in run.metrics}
-    return {"bin_steps": grid.width, "bins": bins}
-
-
-def _series(run: Run, metric: str, grid: Grid | None) -> Series:
-    steps, values = run.column(metric)
-    last = Point.of(int(steps[-1]), float(values[-1])).mean if len(steps) else None
-    if grid is not None:
-        return Series(run.name, grid.gather(steps, values), last)
-    return Series(run.name, [Point.of(*point) for point in zip(steps.tolist(), values.tolist(), strict=True)], last)
-
-
-def _page(runs: Sequence[Run], rows: Sequence[Row], title: str, notes: Sequence[str], grid: Grid | None) -> str:
-    colours = "".join(COLOUR_RULES.format(index=index) for index in range(COLOURS))
-    figures = "\n".join(figure(chart, [_series(run, chart.metric, grid) for run in runs]) for chart in CHARTS)
+def page(title: str, body: str, data: Mapping[str, Any], live: bool = False) -> str:
+    """Return the whole page. `body` is its HTML, and `data` what the scripts draw; a `live` page asks for more."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{LIVE_POLICY if live else POLICY}">
+<meta name="color-scheme" content="light dark">
 <title>{html.escape(title)}</title>
-<style>{STYLE}{colours}</style>
+<style>{_asset("page.css")}</style>
 </head>
 <body>
 <main>
 <h1>{html.escape(title)}</h1>
-<p class="lead">{html.escape(EXPLANATION)}</p>
-{_table(rows)}
-{_notes(notes)}
-<h2>Step by step</h2>
-<div class="charts">
-{figures}
-</div>
-{_settings(runs)}
+{body}
+<noscript><p class="verdict bad">The charts need JavaScript; the JSON file beside the page has the data.</p></noscript>
 </main>
-<script>{SCRIPT}</script>
+<div id="tip" role="status" aria-live="polite" hidden></div>
+<script type="application/json" id="data">{_as_json({**data, "live": live})}</script>
+<script type="module">{library_script()}</script>
+<script type="module">{"".join(_asset(name) for name in SCRIPTS)}</script>
 </body>
 </html>
 """
 
 
-def _table(rows: Sequence[Row]) -> str:
-    body = []
-    for line in LINES:
-        meaning = f"<small>{html.escape(line.meaning)}</small>" if line.meaning else ""
-        numbers = "".join(
-            f"<td>{html.escape(text)}</td>" + (f'<td class="ratio">{html.escape(ratio)}</td>' if index else "")
-            for index, (text, ratio) in enumerate(cells(line, rows))
-        )
-        part = ' class="part"' if line.field in GROUP_ENDS else ""
-        body.append(f'<tr{part}><th scope="row">{html.escape(line.label)}{meaning}</th>{numbers}</tr>')
-    foot = f'<p class="foot">× is the ratio to {html.escape(rows[0].name)}.</p>' if len(rows) > 1 else ""
-    head = _head([row.name for row in rows], ratios=True)
-    return _scrolled(head, "".join(body)) + foot
+def _as_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that no reader of HTML takes for a tag."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _head(names: Sequence[str], ratios: bool) -> str:
-    columns = "".join(
-        f'<th scope="col"><i class="swatch c{index % COLOURS}"></i><span class="name">{html.escape(name)}</span></th>'
-        + ("<th></th>" if ratios and index else "")
+def _asset(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def figures(some: Sequence[Figure], first: int = 0) -> str:
+    """Return the HTML of figures without their charts. `first` is the place of the first one in the page's data."""
+    inside = "".join(_figure(one, first + index) for index, one in enumerate(some))
+    return f'<div class="charts">{inside}</div>'
+
+
+def _figure(one: Figure, place: int) -> str:
+    keys = "".join(
+        f'<span class="run" data-series="{index}">{swatch(index)}<span class="name">{html.escape(name)}</span>'
+        "<b></b></span>"
+        for index, name in enumerate(one.series)
+    )
+    options = "".join(f'<option value="{index}">{html.escape(text)}</option>' for index, text in enumerate(one.choices))
+    title = html.escape(one.title)
+    menu = f'<select aria-label="what {title} shows">{options}</select>' if options else ""
+    return (
+        f'<figure data-chart="{place}"{" class=wide" if one.wide else ""}><figcaption><h3>{title}</h3>'
+        f'<p class="meaning">{html.escape(one.meaning)}</p>{menu}<p class="key">{keys}</p></figcaption>'
+        f'<div class="plot" tabindex="0" role="application" aria-roledescription="chart" '
+        f'aria-label="{title}: arrow keys read its values"></div></figure>'
+    )
+
+
+def swatch(index: int) -> str:
+    """Return the HTML of the dot with the colour of run or series `index`."""
+    return f'<i class="swatch c{index % COLOURS}"></i>'
+
+
+def toggles(names: Sequence[str], what: str) -> str:
+    """Return checkboxes that show and hide the series `names` in all charts; `what` says what they are."""
+    boxes = "".join(
+        f'<label><input type="checkbox" checked data-toggle="{index}">{swatch(index)}'
+        f'<span class="name">{html.escape(name)}</span></label>'
         for index, name in enumerate(names)
     )
-    return f"<thead><tr><th></th>{columns}</tr></thead>"
+    return f'<fieldset class="toggles"><legend>{html.escape(what)}</legend>{boxes}</fieldset>'
 
 
-def _scrolled(head: str, body: str) -> str:
-    """Return a table that scrolls separately if the window is too narrow for all runs."""
-    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+def scrolled(head: str, body: str) -> str:
+    """Return a table that scrolls separately if the window is too narrow for it."""
+    return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _notes(notes: Sequence[str]) -> str:
+def notes_list(notes: Sequence[str]) -> str:
+    """Return the HTML of the notes."""
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     return f'<ul class="notes">{items}</ul>' if notes else ""
 
 
-def _settings(runs: Sequence[Run]) -> str:
-    differing = differing_settings(runs)
-    if not differing:
-        return ""
-    body = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>'
-        + "".join(f'<td class="text">{html.escape(text)}</td>' for text in texts)
-        + "</tr>"
-        for name, texts in differing
-    )
-    head = _head([run.name for run in runs], ratios=False)
-    return "<h2>Settings in which the runs differ</h2>" + _scrolled(head, body)
+def verdict_box(good: bool | None, headline: str, lines: Sequence[str] = ()) -> str:
+    """Return the box at the top. `good` chooses its colour, None for neither; `lines` follow the `headline`."""
+    kind = {True: "good", False: "bad", None: "plain"}[good]
+    inside = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    return f'<section class="verdict {kind}"><p class="headline">{html.escape(headline)}</p>{inside}</section>'

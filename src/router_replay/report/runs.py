@@ -38,6 +38,13 @@ class Run:
     name: str
     folder: pathlib.Path
 
+    @classmethod
+    def with_steps(cls, name: str, folder: pathlib.Path, steps: list[dict[str, Any]]) -> Run:
+        """Return the run `name` of `folder` with the `steps` that were read before."""
+        run = cls(name, folder)
+        run.__dict__["steps"] = steps
+        return run
+
     @functools.cached_property
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl: the values of each step by name."""

@@ -25,6 +25,7 @@ from router_replay.verify.diagnosis import Finding, by_version, diagnose, nearer
 from router_replay.verify.evidence import Evidence
 from router_replay.verify.inject import inject
 from router_replay.verify.passes import Live, Trainer
+from router_replay.verify.seen import seen
 from router_replay.verify.verdict import Gap, Verdict
 
 FEW = 64
@@ -165,6 +166,7 @@ def _judged(
         replayed=replayed,
         finding=finding,
         notes=tuple(_notes(evidence, finding, where["dtype"])),
+        seen=seen(evidence, equal_NL, samples, passes.live.logprobs, passes.replayed),
     )
 
 

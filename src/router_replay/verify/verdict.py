@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from router_replay.number_format import Kind, number
+from router_replay.report import Seen
 from router_replay.verify.diagnosis import Finding
 
 _SHOWN: tuple[tuple[str, str, Kind], ...] = (
@@ -34,7 +35,8 @@ class Verdict:
     choose. `disagree` is the share of (row, layer) pairs whose sets differ from the live choice, `per_layer` the same
     by layer id, `tokens_disagree` the share of rows with any difference, and `expected` the share of pairs that differ
     between two number types of the trainer. `live` and `replayed` are the log-prob gaps; None if there are no
-    log-probs, or if the rows cannot be replayed. `notes` are further facts.
+    log-probs, or if the rows cannot be replayed. `notes` are further facts. `seen` is what the page shows of
+    each token; the JSON does not have it.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Verdict:
     replayed: Gap | None
     finding: Finding | None
     notes: tuple[str, ...] = ()
+    seen: Seen | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def belongs(self) -> bool:
@@ -62,7 +65,8 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers."""
-        facts = dataclasses.asdict(self)
+        facts = dataclasses.asdict(dataclasses.replace(self, seen=None))
+        del facts["seen"]
         facts["per_layer"] = {str(layer): share for layer, share in self.per_layer.items()}
         return {"belongs": self.belongs, **facts}
 

@@ -7,6 +7,7 @@ import shutil
 
 from router_replay.errors import ConfigError
 from router_replay.report import Row, Run, comparison, write_report
+from router_replay.report.library import check_library
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.loop.train import train
 from router_replay.rl.state.run_folder import LOCK, hold
@@ -45,6 +46,7 @@ def run_demo(
     `fp8` rounds the engine's weights, and `float32_routers` computes the engine's routers in float32, as the trainer
     does.
     """
+    check_library()  # before the runs, not after them
     with hold(out):
         for mode in MODES:  # check both folders before the first run is trained
             _clear(out / mode)

@@ -19,8 +19,8 @@ import socket
 from collections.abc import Iterator
 
 from router_replay.errors import ConfigError, TrainError
+from router_replay.run_files import LOCK_FILE as LOCK
 
-LOCK = "run.lock"
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _held: set[int] = set()
 
