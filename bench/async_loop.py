@@ -179,16 +179,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, default=6, help="asynchronous.max_staleness")
     parser.add_argument("--oversample", type=float, default=1.0, help="asynchronous.oversample")
-    parser.add_argument("--gc-threshold", type=int, default=0, help="the first threshold of Python's garbage collector")
     arguments = parser.parse_args()
-    if arguments.gc_threshold:
-        gc.set_threshold(arguments.gc_threshold, 50, 100)
     print(f"{SLOTS} slots per engine, steps of {STEP} episodes per engine in groups of {GROUP}, lengths 4 to {LONGEST}")
     missed, costs = [], []
     for engines in arguments.engines:
         one = measure(engines, arguments.steps, arguments.staleness, arguments.oversample)
         costs.append(one.cpu)
-        print(f"{engines:,} engines, {one.in_flight:,.0f} episodes in flight")
+        print(f"{engines:,} engines, {one.in_flight:,.0f} episodes in flight", flush=True)
         rows = [
             (f"CPU of the loop per episode, ms (median {one.cpu_median * 1e3:.2f})", one.cpu * 1e3, CPU_LIMIT * 1e3),
             ("asynchronous time / synchronous time", one.share, SHARE_LIMIT),

@@ -45,11 +45,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return settings_of(folder / "model", folder / "problems.jsonl", pathlib.Path("set below"))[1:]
 
 
-def train(settings: list[str], output: pathlib.Path, *more: str, processes: int = 1, resume: bool = False) -> list[Any]:
-    """Run the command and return the metrics of its steps."""
+def train(
+    settings: list[str],
+    output: pathlib.Path,
+    *more: str,
+    processes: int = 1,
+    resume: bool = False,
+    module: str = "tests.megatron_real.command",
+) -> list[Any]:
+    """Run the command of `module` and return the metrics of its steps."""
     given = [*settings, f"output={output}", "trainer.backend=megatron", *more]
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"] if processes > 1 else []
-    command = [sys.executable, *launch, "-m", "tests.megatron_real.command", "train", *(["--resume"] if resume else [])]
+    command = [sys.executable, *launch, "-m", module, "train", *(["--resume"] if resume else [])]
     done = subprocess.run(
         [*command, *(part for setting in given for part in ("--set", setting))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

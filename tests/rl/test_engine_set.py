@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -16,6 +17,7 @@ from router_replay.rl import engine_set
 from router_replay.rl.config import TrainConfig, load_config
 from router_replay.rl.engine_set import EngineSet
 from router_replay.rl.loop.train import train
+from router_replay.rl.weights.sync import WeightSync
 from tests.engines.sglang import conftest as sglang_stub
 from tests.engines.stub import Reply, Stub
 from tests.rl.state.test_checkpoints import final_weights, lines
@@ -51,6 +53,30 @@ def test_every_engine_gets_each_version_in_its_own_form(
         name = "lm_head.weight"
         assert inside._model.state_dict()[name].equal(changed[name])  # type: ignore[attr-defined]
     assert not any(folder.exists() for folder in folders)
+
+
+def test_weights_are_written_while_no_engine_can_return(
+    random_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All versions may share one memory, from which an engine that returns would read."""
+    config = load_config(None, [f"model.path={random_model}", "engine.count=2", "engine.max_length=64"])
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    replayer = RouterReplay(model)
+    held: list[bool] = []
+    with contextlib.ExitStack() as closing:
+        engines = EngineSet(config, model, replayer.router_names)
+        closing.callback(engines.close)
+        pool = closing.enter_context(engines.start(model.state_dict(), replayer.spec, version=0))
+        assert isinstance(pool, EnginePool)
+        source = WeightSync.source
+
+        def noting(*given: Any, **named: Any) -> Any:
+            held.append(pool._control._is_owned())  # type: ignore[attr-defined]
+            return source(*given, **named)
+
+        monkeypatch.setattr(WeightSync, "source", noting)
+        engines.push(pool, model.state_dict(), version=1)
+        assert held == [True]
 
 
 def test_a_run_with_two_engines_is_that_of_one(

@@ -93,12 +93,14 @@ class EngineSet:
         # answer now loads them later, so of several engines each gets a folder, or the memory that all share.
         by_folder = {_form(tables[name]) for name in elsewhere}
         by_folder |= {_form(table) for table in tables.values() if table.kind == "embedded"}
-        sources: dict[tuple[str, ...], WeightSource] = {
-            form: sync.source(state, version, as_folder=form in by_folder) for form, sync in self._syncs.items()
-        }
-        self._folders |= {form: str(sources[form]) for form in by_folder}
-        self._version = version
-        engine.update_weights(lambda name: sources[_form(tables[name])], version, in_flight)
+        # An engine that returned meanwhile would read from the memory in which the next version is being written.
+        with engine.without_returns():
+            sources: dict[tuple[str, ...], WeightSource] = {
+                form: sync.source(state, version, as_folder=form in by_folder) for form, sync in self._syncs.items()
+            }
+            self._folders |= {form: str(sources[form]) for form in by_folder}
+            self._version = version
+            engine.update_weights(lambda name: sources[_form(tables[name])], version, in_flight)
         for sync in self._syncs.values():
             sync.remove_older(version)
 

@@ -135,6 +135,33 @@ def test_an_engine_returns_with_the_current_weights(make: Callable[..., EnginePo
     assert same(*answers)
 
 
+def test_no_engine_returns_while_the_weights_that_it_would_load_are_overwritten(
+    make: Callable[..., EnginePool], checkpoints: Checkpoints
+) -> None:
+    allowed, loaded = threading.Event(), list[int]()
+
+    class Noting(EmbeddedEngine):
+        def update_weights(self, source: Any, version: int, in_flight: Any = "abort") -> None:
+            loaded.append(version)
+            super().update_weights(source, version, in_flight)
+
+    def connect() -> Engine:
+        if not allowed.is_set():
+            raise EngineError("the server is not there yet")
+        return Noting(checkpoints.a, max_length=256)
+
+    pool = make(connect={"a": connect})
+    engine_of(pool, "a").close()
+    pool.update_weights(checkpoints.b, 7)
+    with pool.without_returns():
+        allowed.set()
+        time.sleep(1.0)  # many tests of the engines, each of which would bring it back
+        assert loaded == []
+        pool.update_weights(checkpoints.b, 8)
+    until(lambda: not pool.report()["a"]["lost"])
+    assert loaded == [8]
+
+
 def test_an_engine_that_returns_to_a_held_pool_is_held(
     make: Callable[..., EnginePool], checkpoints: Checkpoints
 ) -> None:

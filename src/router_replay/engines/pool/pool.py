@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ class EnginePool(Engine):
 
     A request goes to the engine that computed the longest part of its prompt, unless that one has `slack` more samples
     in flight than the least busy one, to which it goes then. If a request moves to another engine and has
-    `known_routes`, they are forced there, if the engines can do that. `at_once` is the number of engines that load new
+    `known_routes`, they are forced there, if that engine can do it. `at_once` is the number of engines that load new
     weights at the same time; the others go on meanwhile. By default all of them do. `health_seconds` is the time
     between two tests of every engine. If no engine answers, requests wait for `patience` seconds before they fail.
     """
@@ -188,7 +188,7 @@ class EnginePool(Engine):
     def _for(self, member: _Member, request: Request) -> Request:
         """Return the request with its known rows forced if this engine did not compute them."""
         known = request.known_routes
-        if known is None or request.forced_routes is not None or not self.capabilities.forced_routes:
+        if known is None or request.forced_routes is not None or not member.engine.capabilities.forced_routes:
             return request
         with self._lock:
             moved = self._prefixes.find(request.token_ids) != member.name
@@ -222,6 +222,16 @@ class EnginePool(Engine):
         with self._control:
             self._each(self._well(), lambda member: member.engine.resume())
             self._paused = False
+
+    @contextlib.contextmanager
+    def without_returns(self) -> Iterator[None]:
+        """Let no engine return to the pool within the block.
+
+        An engine that returns loads the weights of the last update. Whoever overwrites them, such as memory that all
+        versions share, does it in such a block, which ends after the next `update_weights`.
+        """
+        with self._control:
+            yield
 
     def update_weights(
         self, source: WeightSource | Callable[[str], WeightSource], version: int, in_flight: InFlight = "abort"
