@@ -132,7 +132,7 @@ def plan_for(model: Any, weights: Weights) -> Plan:
             raise EngineError(f"{type(module).__name__} computes something from the weights of other layers")
     copies = copies_of(model, weights.index)
     live, reasons = _tensors(model), {}
-    users = _users(model)
+    users = users_of(model)
     for layer, own in _by_layer(copies).items():
         storages = {_storage(live[copy.parameter]) for copy in own if copy.parameter in live}
         modules = {id(one): one for storage in storages for one in users[storage]} | {0: model.get_submodule(layer)}
@@ -196,13 +196,18 @@ def _why_packed(module: Any) -> str:
     method = getattr(module, "quant_method", None)
     if method is not None and type(method).__name__ not in COPYING:
         return f"{type(method).__name__} may keep its weights in another form"
-    # On CPUs a linear layer calls a function. If that holds something, it is the packed weights.
-    if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
-        return "its kernel for CPUs holds packed weights"
-    return ""
+    return "its kernel for CPUs holds packed weights" if holds_packed_weights(module) else ""
 
 
-def _users(model: Any) -> dict[int, list[Any]]:
+def holds_packed_weights(module: Any) -> bool:
+    """Return whether a layer computes with a packed copy of its weights.
+
+    On CPUs a linear layer calls a function. If that holds something, it is the packed weights.
+    """
+    return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
+
+
+def users_of(model: Any) -> dict[int, list[Any]]:
     """Return the modules that use each storage: tied weights have several."""
     found: dict[int, list[Any]] = collections.defaultdict(list)
     for module in model.modules():

@@ -6,7 +6,8 @@ If a load fails partway, the engine's weights are unknown, and from then on it r
 On the CPU, `reload_weights` of vLLM 0.28 to 0.30 leaves MoE weights in the checkpoint's layout, because
 `UnquantizedFusedMoEMethod._setup_kernel` prepacks them only if there is no kernel yet. The outputs are then wrong
 without an error. Removing the kernel before the reload makes vLLM prepack again, and the result is bit-identical to a
-fresh engine's.
+fresh engine's. The same reload leaves the output head of a model with tied embeddings as it was: it gets no weights of
+its own, and its kernel holds a packed copy of the old ones. It is packed again afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from router_replay.engines.vllm.plugin.weights.direct import Plan, plan_for
+from router_replay.engines.vllm.plugin.weights.direct import Plan, holds_packed_weights, plan_for, users_of
 from router_replay.engines.vllm.plugin.weights.fitting import Fitting
 from router_replay.engines.vllm.plugin.weights.sources import Index, Weights, files_of, open_source
 from router_replay.errors import EngineError, RouterReplayError
@@ -109,6 +110,8 @@ class WeightLoader:
         repaired = forget_cpu_kernels(model, layers) if self._on_cpu else 0
         with without_false_alarm(partial=layers is not None):
             self._worker.reload_weights(weights_iterator=weights)
+        if self._on_cpu:
+            repaired += pack_tied_again(model)
         self._wait()
         return repaired
 
@@ -198,3 +201,12 @@ def forget_cpu_kernels(model: Any, layers: frozenset[str] | None = None) -> int:
     for method in methods:
         method.moe_kernel = None
     return len(methods)
+
+
+def pack_tied_again(model: Any) -> int:
+    """Pack the weights of layers again that share them with another layer; return their number."""
+    shared = [module for modules in users_of(model).values() if len(modules) > 1 for module in modules]
+    packed = [module for module in dict.fromkeys(shared) if holds_packed_weights(module)]
+    for module in packed:
+        module.quant_method.process_weights_after_loading(module)
+    return len(packed)
