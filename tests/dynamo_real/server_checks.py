@@ -39,6 +39,7 @@ from tests.engines.conftest import (
     until_sampled,
 )
 from tests.engines.dynamo import server as payloads
+from tests.gateway.two_turns import rows_fit_their_tokens
 
 Say = Callable[[str], None]
 ROUTES = ("generate", "completions")
@@ -415,3 +416,9 @@ def test_a_worker_is_killed(plain: Dynamo, verified: Say) -> None:
         engine.close()
     counts = ", ".join(f"{len(texts)} of {len(landed[name])} refused by {name}" for name, texts in said.items())
     verified(f"a worker killed in the middle of requests: {counts}; all others are whole, computed by one worker")
+
+
+def test_an_agents_session_through_the_gateway(engine: Engine, checkpoints: Checkpoints, verified: Say) -> None:
+    words = " ".join(f"t{number}" for number in range(40, 80))
+    tokens = rows_fit_their_tokens(engine, checkpoints.a, words, "t9 t8")
+    verified(f"gateway: a session of two turns; its rows give the log-probs of {tokens} sampled tokens in the trainer")

@@ -231,17 +231,24 @@ def _describe(name: str, where: Where, modules: dict[str, nn.Module], stack_name
     family = by_class(type(module))
     groups = getattr(module, "num_group", None)
     grouped = family.choice is Choice.TOP_K and isinstance(groups, int)
+    num_experts, top_k = sizes_of(name, module)
     return FoundRouter(
         layer=_layer_of(name, stack_name),
         name=name,
         module=module,
         method=where.method,
-        num_experts=_number(name, module, WIDTH_ATTRIBUTES, CONFIG_WIDTH, "number of experts"),
-        top_k=family.top_k or _number(name, module, TOP_K_ATTRIBUTES, CONFIG_TOP_K, "top-k"),
+        num_experts=num_experts,
+        top_k=top_k,
         choice=Choice.GROUPED if grouped else family.choice,
         ordered=family.ordered,
         num_groups=groups if isinstance(groups, int) else 1,
     )
+
+
+def sizes_of(name: str, module: nn.Module) -> tuple[int, int]:
+    """Return the number of experts and the top-k of a router `module`; `name` is for the error if it has none."""
+    num_experts = _number(name, module, WIDTH_ATTRIBUTES, CONFIG_WIDTH, "number of experts")
+    return num_experts, by_class(type(module)).top_k or _number(name, module, TOP_K_ATTRIBUTES, CONFIG_TOP_K, "top-k")
 
 
 def _layer_of(name: str, stack_name: str) -> int:

@@ -60,9 +60,7 @@ class Selection(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_choice(self, args: Any, kwargs: Any) -> bool:
-        scores, k, dim = _topk_arguments(args, kwargs)
-        last = dim in (-1, scores.ndim - 1)
-        return last and k == self.router.top_k and scores.shape[-1] == self.router.num_experts
+        return is_choice(args, kwargs, self.router.num_experts, self.router.top_k)
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0]
@@ -189,6 +187,12 @@ SELECTIONS: dict[Choice, type[Selection]] = {
     Choice.GROUPED: GroupedSelection,
     Choice.ARGMAX: ArgmaxSelection,
 }
+
+
+def is_choice(args: Any, kwargs: Any, num_experts: int, top_k: int) -> bool:
+    """Return whether a topk with `args` and `kwargs` chooses `top_k` of all `num_experts` experts."""
+    scores, k, dim = _topk_arguments(args, kwargs)
+    return dim in (-1, scores.ndim - 1) and k == top_k and scores.shape[-1] == num_experts
 
 
 def _topk_arguments(args: Any, kwargs: Any) -> tuple[Tensor, int, int]:
