@@ -135,11 +135,26 @@ def test_a_toggle_hides_a_run_in_all_charts(browser: Browser, made: Pages) -> No
 
 def test_the_filter_shows_the_metrics_of_a_name(browser: Browser, made: Pages) -> None:
     opened = Opened.of(browser, made["runs"])
-    opened.page.get_by_label("Metrics").fill("agreement layer")
+    opened.page.get_by_label("Metrics").fill("agreement layers")
     shown = opened.page.locator("figure:visible h3")
-    expect(shown).to_have_text([f"routes/agreement by layer: {mode}" for mode in MODES])
+    expect(shown).to_have_text(["routes/agreement by layer"])
     opened.page.get_by_label("Metrics").fill("")
     expect(shown).to_have_count(len(data_of(made["runs"].read_text())["charts"]))
+    opened.page.close()
+
+
+def test_a_metric_of_each_layer_has_a_heat_map_whose_menu_chooses_the_run(browser: Browser, made: Pages) -> None:
+    opened = Opened.of(browser, made["runs"])
+    chart = opened.chart("routes/agreement by layer")
+    expect(chart.locator("option")).to_have_text(list(MODES))
+    for mode in (0, 2):
+        chart.get_by_role("combobox").select_option(str(mode))
+        expect(chart.locator(".mark-rect.cell-marks path")).to_have_count(8 * STEPS)
+        chart.locator(".plot").focus()
+        opened.page.keyboard.press("Home")
+        share = number(line(0, mode)["routes/agreement/layers"][0], "share")
+        expect(opened.page.locator("#tip")).to_have_text(f"layer 1, step 0\n{share}")
+    opened.check_quiet()
     opened.page.close()
 
 

@@ -30,7 +30,8 @@ def line(step: int, mode: int) -> dict[str, Any]:
         "routes/live": (100, 0, 0)[mode],
         "grad_norm": None if step == 7 and mode == 0 else 1.0 + 0.1 * mode,
         "seconds/step": 3.0 + 0.1 * math.cos(step),
-        **{f"routes/agreement/layer_{layer}": 0.95 - 0.02 * layer for layer in range(8)},
+        "routes/agreement/layers": [0.95 - 0.02 * layer - 0.01 * mode for layer in range(8)],
+        "routing/layers": list(range(1, 9)),
     }
 
 
