@@ -1,6 +1,6 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
 # make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
-# make test-ray | test-megatron | test-trl | test-axolotl | test-verl | test-sglang | test-dynamo | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
+# make test-ray | test-megatron | test-trl | test-axolotl | test-verl | test-sglang | test-dynamo | test-browser | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-ray test-megatron test-trl test-axolotl test-verl test-sglang test-dynamo test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-trl test-axolotl test-verl test-sglang test-dynamo test-browser test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
 
 setup: $(READY)
 
@@ -49,6 +49,11 @@ test-sglang: setup .venv-trl/.ready  # a real SGLang server on the CPU, in a vir
 test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
 	@$(BIN)/python -m tests.dynamo_real.environment
 	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py tests/dynamo_real/pool_checks.py
+
+test-browser: .venv-browser/.ready  # the pages in a real Chromium, which root gets from Debian's packages
+	@command -v chromium >/dev/null || { test $$(id -u) = 0 && apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium >/dev/null; } \
+		|| { echo "make test-browser needs Chromium: install the package of your distribution (Debian: chromium)"; exit 1; }
+	@.venv-browser/bin/python -m pytest tests/browser_real/*_checks.py
 
 test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.vllm_newest
@@ -138,4 +143,4 @@ families: setup
 	@$(BIN)/router-replay families
 
 clean:
-	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl .venv-axolotl .venv-verl .venv-verl-newest build dist site out src/router_replay/kernel/*.so
+	rm -rf $(VENV) $(DOCS) .venv-vllm-* .venv-oldest .venv-newest .venv-megatron .venv-trl .venv-axolotl .venv-verl .venv-verl-newest .venv-browser build dist site out src/router_replay/kernel/*.so

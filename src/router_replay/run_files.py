@@ -56,44 +56,6 @@ def read_lines(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [_parsed(line, path, position) for position, line in enumerate(lines, 1)]
 
 
-class MetricsTail:
-    """Read the metrics file of the run in `folder` as it grows; `steps` has the lines that were read.
-
-    A run that is resumed replaces the file; it is then read from its start again.
-    """
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self.steps: list[dict[str, Any]] = []
-        self._file_id: tuple[int, int] | None = None
-        self._end = 0
-
-    def read(self) -> bool:
-        """Read the lines that were finished since the last call; return whether `steps` changed.
-
-        A file that does not exist yet has no lines. Raises MeasureError for a line that cannot be read.
-        """
-        path = self.folder / METRICS_FILE
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return False
-        with file:
-            now = os.fstat(file.fileno())
-            changed = False
-            if self._file_id != (now.st_dev, now.st_ino) or now.st_size < self._end:
-                self._file_id, self._end = (now.st_dev, now.st_ino), 0
-                changed, self.steps = bool(self.steps), []
-            file.seek(self._end)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        first = len(self.steps) + 1
-        lines = whole.decode("utf-8", errors="replace").split("\n")[:-1]
-        self.steps = [*self.steps, *(_parsed(line, path, position) for position, line in enumerate(lines, first))]
-        self._end += len(whole)
-        return changed or bool(lines)
-
-
 def _parsed(line: str, path: pathlib.Path, position: int) -> dict[str, Any]:
     """Parse the values of a line; NaN and numbers that overflow a float, such as 1e999, become None."""
     where = f"{path}:{position}"
@@ -135,3 +97,41 @@ def _by_the_slow_reader(line: str, where: str) -> Any:
         return json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
         raise MeasureError(f"{where} is not JSON ({error}); remove this line to read the rest") from error
+
+
+class MetricsTail:
+    """Read the metrics file of the run in `folder` as it grows; `lines` has those that were read, whole.
+
+    A run that is resumed replaces the file; it is then read from its start again.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.lines: list[dict[str, Any]] = []
+        self._file_id: tuple[int, int] | None = None
+        self._end = 0
+
+    def read(self) -> bool:
+        """Read the lines that were finished since the last call; return whether `lines` changed.
+
+        A file that does not exist yet has no lines. Raises MeasureError for a line that cannot be read.
+        """
+        path = self.folder / METRICS_FILE
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return False
+        with file:
+            now = os.fstat(file.fileno())
+            changed = False
+            if self._file_id != (now.st_dev, now.st_ino) or now.st_size < self._end:
+                self._file_id, self._end = (now.st_dev, now.st_ino), 0
+                changed, self.lines = bool(self.lines), []
+            file.seek(self._end)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        first = len(self.lines) + 1
+        texts = whole.decode("utf-8", errors="replace").split("\n")[:-1]
+        self.lines = [*self.lines, *(_parsed(text, path, position) for position, text in enumerate(texts, first))]
+        self._end += len(whole)
+        return changed or bool(texts)

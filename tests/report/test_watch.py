@@ -67,7 +67,7 @@ def test_the_tail_reads_each_line_once_and_leaves_a_torn_one(folder: pathlib.Pat
     assert not tail.read()  # no file yet
     append(folder, 0, 1)
     assert tail.read()
-    assert [line["step"] for line in tail.steps] == [0, 1]
+    assert [line["step"] for line in tail.lines] == [0, 1]
     assert not tail.read()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -75,7 +75,7 @@ def test_the_tail_reads_each_line_once_and_leaves_a_torn_one(folder: pathlib.Pat
         assert not tail.read()
         file.write('ard": 0.5}\n')
     assert tail.read()
-    assert tail.steps[2] == {"step": 2, "reward": 0.5}
+    assert tail.lines[2] == {"step": 2, "reward": 0.5}
 
 
 def test_the_tail_begins_again_after_a_resume(folder: pathlib.Path) -> None:
@@ -86,10 +86,10 @@ def test_the_tail_begins_again_after_a_resume(folder: pathlib.Path) -> None:
     beside.write_text('{"step": 0, "reward": 9.0}\n')
     beside.replace(folder / "metrics.jsonl")
     assert tail.read()
-    assert tail.steps == [{"step": 0, "reward": 9.0}]
+    assert tail.lines == [{"step": 0, "reward": 9.0}]
     append(folder, 1)
     tail.read()
-    assert [line["step"] for line in tail.steps] == [0, 1]
+    assert [line["step"] for line in tail.lines] == [0, 1]
 
 
 def test_the_tail_names_the_line_that_cannot_be_read(folder: pathlib.Path) -> None:

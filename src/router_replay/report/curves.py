@@ -12,10 +12,11 @@ import numpy as np
 from router_replay.number_format import Kind
 from router_replay.report.bins import Grid, Point
 from router_replay.report.page import Figure, short
-from router_replay.report.runs import Run
+from router_replay.report.runs import LARGEST, Run
+from router_replay.run_files import PER_LAYER
 
-LAYER = re.compile(r"^(?P<head>.*?)[/_.]?\blayers?[/_.]?(?P<layer>\d+)(?P<tail>.*)$")
-"""A metric of one layer, such as routes/agreement/layer_12."""
+LAYER_IDS = f"routing{PER_LAYER}"
+"""The metric with the ids of the layers, in the order of the other lists."""
 MOST_COLUMNS = 100
 """A heat map over steps has about this many columns."""
 
@@ -39,6 +40,10 @@ CHARTS = (
         "mismatch/extreme_tau2", "Extreme tokens", "probabilities more than a factor 2 apart", "share", from_zero=True
     ),
     Chart("routes/agreement", "Agreement", "the trainer's own router would choose the same experts", "share"),
+    Chart("routes/agreement_worst", "Agreement of the worst layer", "the smallest of all layers", "share"),
+    Chart("routing/load", "Expert load", "busiest expert over the mean, mean over layers; 1 is even", "plain"),
+    Chart("routing/confidence", "Router confidence", "mass of the chosen experts", "share"),
+    Chart("routing/entropy", "Router entropy", "over all experts, in nats", "plain"),
     Chart("grad_norm", "Gradient norm", "before clipping", "plain", from_zero=True),
     Chart("entropy", "Entropy", "estimated from the sampled tokens, in nats", "plain"),
     Chart("seconds/step", "Seconds per step", "all phases", "seconds", from_zero=True),
@@ -52,8 +57,8 @@ CHARTS = (
     Chart("memory/peak_gib", "Peak memory", "GiB", "plain", from_zero=True),
 )
 """The metrics that come first. Every other metric of a run follows under its own name."""
-_SHARES = re.compile(r"(share|fraction|agreement|idle|confidence|without_signal)$")
-_COUNTS = re.compile(r"^(tokens|version|turns|episodes/.*|routes/(replayed|live)|async/(ready|tokens_.*))$")
+_SHARES = re.compile(r"(share|fraction|agreement(_worst)?|idle|confidence|without_signal)$")
+_COUNTS = re.compile(r"^(tokens|version|.*_layer|turns|episodes/.*|routes/(replayed|live)|async/(ready|tokens_.*))$")
 
 
 def curve_figures(runs: Sequence[Run], grid: Grid | None) -> tuple[list[Figure], int]:
@@ -69,9 +74,8 @@ def curve_figures(runs: Sequence[Run], grid: Grid | None) -> tuple[list[Figure],
         return _curves(chart, curves, [run.name for run in runs])
 
     known = [chart for chart in CHARTS if chart.metric in names]
-    layers = _layers(names)
-    others = [_unnamed(name) for name in sorted(set(names) - {chart.metric for chart in CHARTS} - set(layers))]
-    by_layer = [figure for family in _families(layers) for figure in _heat_maps(runs, family, layers)]
+    others = [_unnamed(name) for name in sorted(set(names) - {chart.metric for chart in CHARTS})]
+    by_layer = _heat_maps(runs)
     return [*map(drawn, known), *by_layer, *map(drawn, others)], len(known) + len(by_layer)
 
 
@@ -131,47 +135,56 @@ def _short(values: Iterable[float | None]) -> list[float | None]:
 # -- metrics of each layer --------------------------------------------------------------------------
 
 
-def _layers(names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Return (family, layer) of the metrics whose name has the number of a layer; families of one are left alone."""
-    found = {
-        name: (f"{match['head']}{match['tail']}", int(match["layer"])) for name in names if (match := LAYER.match(name))
-    }
-    families = [family for family, _ in found.values()]
-    return {name: place for name, place in found.items() if families.count(place[0]) > 1}
+def layer_grids(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the heat map of each metric of `run` that has a value per layer: `rows`, `edges` of steps, and `values`.
 
-
-def _families(layers: dict[str, tuple[str, int]]) -> list[str]:
-    return sorted({family for family, _ in layers.values()})
-
-
-def _heat_maps(runs: Sequence[Run], family: str, layers: dict[str, tuple[str, int]]) -> list[Figure]:
-    metrics = sorted((layer, name) for name, (found, layer) in layers.items() if found == family)
-    found = []
-    for run in runs:
-        own = [(layer, name) for layer, name in metrics if name in run.metrics]
-        if own:
-            found.append(_heat_map(run, family, own))
-    return found
-
-
-def _heat_map(run: Run, family: str, own: Sequence[tuple[int, str]]) -> Figure:
-    steps = [line["step"] for line in run.steps]
-    grid = Grid(min(steps), -(-(max(steps) - min(steps) + 1) // MOST_COLUMNS))
-    edges = list(range(grid.first, max(steps) + 1, grid.width))
+    A value is the mean over the steps of its cell, None if there is none. The rows are the ids of the layers.
+    """
+    lines = [line for line in run.lines if any(type(value) is list for value in line.values())]
+    if not lines:
+        return {}
+    steps = np.array([line["step"] for line in lines], np.int64)
+    first, last = int(steps.min()), int(steps.max())
+    grid = Grid(first, -(-(last - first + 1) // MOST_COLUMNS))
+    edges = [*range(first, last + 1, grid.width)]
     edges.append(edges[-1] + grid.width)
-    values = []
-    for _, name in own:
-        row: list[float | None] = [None] * (len(edges) - 1)
-        for point in grid.gather(*run.column(name)):
+    ids: list[Any] = next((line[LAYER_IDS] for line in lines if type(line.get(LAYER_IDS)) is list), [])
+    names = sorted({name for line in lines for name, value in line.items() if type(value) is list} - {LAYER_IDS})
+    return {name: {"edges": edges, **_layer_cells(lines, name, ids, grid, len(edges) - 1)} for name in names}
+
+
+def _layer_cells(
+    lines: Sequence[dict[str, Any]], name: str, ids: list[Any], grid: Grid, columns: int
+) -> dict[str, Any]:
+    own = [(line["step"], line[name]) for line in lines if type(line.get(name)) is list]
+    layers = max(len(found) for _, found in own)
+    table = np.full((len(own), layers), np.nan)
+    for index, (_, found) in enumerate(own):
+        table[index, : len(found)] = [np.nan if value is None or abs(value) > LARGEST else value for value in found]
+    steps = np.array([step for step, _ in own], np.int64)
+    values: list[list[float | None]] = []
+    for layer in range(layers):
+        row: list[float | None] = [None] * columns
+        for point in grid.gather(steps, table[:, layer]):
             row[(point.step - grid.first) // grid.width] = None if point.mean is None else short(point.mean)
         values.append(row)
-    data = {
-        "kind": _unnamed(family.rstrip("/_.")).kind,
-        "across": "step",
-        "down": "layer",
-        "edges": edges,
-        "rows": [layer for layer, _ in own],
-        "values": values,
-        "metric": family,
-    }
-    return Figure("grid", f"{family} by layer: {run.name}", "mean of the steps of a cell", data, wide=True)
+    return {"rows": ids if len(ids) == layers else list(range(layers)), "values": values}
+
+
+def _heat_maps(runs: Sequence[Run]) -> list[Figure]:
+    """Return a figure for each metric with a value per layer; its menu chooses the run."""
+    grids = [(run.name, layer_grids(run)) for run in runs]
+    figures = []
+    for name in sorted({name for _, found in grids for name in found}):
+        family = name.removesuffix(PER_LAYER)
+        having = [(run, found[name]) for run, found in grids if name in found]
+        data = {
+            "metric": name,
+            "kind": _unnamed(family).kind,
+            "across": "step",
+            "down": "layer",
+            "grids": [grid for _, grid in having],
+        }
+        names = [run for run, _ in having]
+        figures.append(Figure("grid", f"{family} by layer", "the menu chooses the run", data, wide=True, choices=names))
+    return figures

@@ -14,7 +14,7 @@ from typing import Any
 from router_replay.errors import ConfigError
 from router_replay.number_format import number
 from router_replay.report.bins import Grid
-from router_replay.report.curves import curve_figures, step_columns
+from router_replay.report.curves import curve_figures, layer_grids, step_columns
 from router_replay.report.page import (
     Figure,
     check_name,
@@ -111,7 +111,9 @@ def _twin(
         "explanation": EXPLANATION,
         "notes": list(notes),
         "table": [dataclasses.asdict(row) for row in rows],
-        "runs": [{"name": run.name, "config": run.config, **_steps(run, grid)} for run in runs],
+        "runs": [
+            {"name": run.name, "config": run.config, **_steps(run, grid), "layers": layer_grids(run)} for run in runs
+        ],
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from router_replay.errors import MeasureError
 from router_replay.number_format import Kind, number
-from router_replay.run_files import CONFIG_FILE, read_metrics
+from router_replay.run_files import CONFIG_FILE, read_lines
 
 LAST_STEPS = 3
 """The reward at the end is the mean over this many steps: a single step is noisy."""
@@ -39,16 +39,21 @@ class Run:
     folder: pathlib.Path
 
     @classmethod
-    def with_steps(cls, name: str, folder: pathlib.Path, steps: list[dict[str, Any]]) -> Run:
-        """Return the run `name` of `folder` with the `steps` that were read before."""
+    def with_lines(cls, name: str, folder: pathlib.Path, lines: list[dict[str, Any]]) -> Run:
+        """Return the run `name` of `folder` with the `lines` of metrics.jsonl that were read before."""
         run = cls(name, folder)
-        run.__dict__["steps"] = steps
+        run.__dict__["lines"] = lines
         return run
 
     @functools.cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl: numbers by name, and lists of numbers, one for each layer."""
+        return read_lines(self.folder)
+
+    @functools.cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl: the values of each step by name."""
-        return read_metrics(self.folder)
+        """Return the lines of metrics.jsonl without the lists."""
+        return [{name: one for name, one in line.items() if type(one) is not list} for line in self.lines]
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def write_trajectories(
         drawn.append(load_figure(*load))
     title = "Router Replay: what the file holds"
     notes = [f"The page shows the first {len(shown)} sequences; {left_out:,} more are left out."] if left_out else []
-    rows = "".join(f'<tr><td class="text" style="text-align:left">{html.escape(line)}</td></tr>' for line in lines)
+    rows = "".join(f'<tr><td class="fact">{html.escape(line)}</td></tr>' for line in lines)
     verdict = f"{missing:,} rows are missing and would be routed live." if missing else "No row is missing."
     body = f"""{verdict_box(not missing if load is not None else None, verdict if load is not None else "No routes.")}
 {scrolled("", rows)}

@@ -90,7 +90,7 @@ def write_verdict(verdict: Mapping[str, Any], lines: Sequence[str], seen: Seen, 
     body = f"""<p class="lead">{html.escape(EXPLANATION)}</p>
 {box}
 {_gaps(verdict, seen)}
-{notes_list(verdict.get("notes", ()))}
+{notes_list([*_split(verdict.get("split")), *verdict.get("notes", ())])}
 <h2>Where they disagree</h2>
 <div class="tools">{tools}</div>
 {figures(drawn)}
@@ -113,6 +113,14 @@ def _gaps(verdict: Mapping[str, Any], seen: Seen) -> str:
         rows.append(_line(f"F({tau:g})", f"tokens more than a factor {tau:g} apart", "share", far))
     heads = "".join(f'<th scope="col">{swatch(index)}{name}</th>' for index, name in enumerate(PASSES))
     return scrolled(f"<thead><tr><th></th>{heads}</tr></thead>", "".join(rows))
+
+
+def _split(split: Mapping[str, Any] | None) -> list[str]:
+    """Say what causes the gap that remains after replay, if the verdict has it."""
+    if split is None or split.get("gates") is None:
+        return []
+    gates, rest = number(split["gates"], "share"), number(split["rest"], "share")
+    return [f"What remains of k3 after replay: gate weights {gates}, the rest of the arithmetic {rest}. {split['how']}"]
 
 
 def _of(verdict: Mapping[str, Any], name: str, field: str) -> float | None:

@@ -57,7 +57,7 @@ class Watched:
     @property
     def waiting(self) -> list[pathlib.Path]:
         """The folders of runs that have not written a step yet."""
-        return [tail.folder for _, tail in self._tails if not tail.steps]
+        return [tail.folder for _, tail in self._tails if not tail.lines]
 
     def refresh(self) -> None:
         """Read what the runs have written since the last call, and make the page anew if it is time."""
@@ -71,7 +71,7 @@ class Watched:
             self.message = self._in_words()
             if self._news and time.monotonic() >= self._next:
                 began = time.monotonic()
-                runs = [Run.with_steps(name, tail.folder, tail.steps) for name, tail in self._tails if tail.steps]
+                runs = [Run.with_lines(name, tail.folder, tail.lines) for name, tail in self._tails if tail.lines]
                 self._made = RunPage.of(runs, self._title) if runs else None
                 self._news, self._number = False, self._number + 1
                 self._next = time.monotonic() + PAUSE * (time.monotonic() - began)
@@ -79,7 +79,7 @@ class Watched:
     def _in_words(self) -> str:
         said = []
         for name, tail in self._tails:
-            last = f"step {tail.steps[-1]['step']:,}" if tail.steps else f"waiting for its first step in {tail.folder}"
+            last = f"step {tail.lines[-1]['step']:,}" if tail.lines else f"waiting for its first step in {tail.folder}"
             said.append(f"{name}: {last}")
         return "Watching. " + "; ".join(said) + "."
 

@@ -21,11 +21,11 @@ from router_replay.measure import logprob_gap
 from router_replay.rl.policy.models import model_folder
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
+from router_replay.verify.compared import seen
 from router_replay.verify.diagnosis import Finding, by_version, diagnose, nearer_precision
 from router_replay.verify.evidence import Evidence
 from router_replay.verify.inject import inject
 from router_replay.verify.passes import Live, Trainer
-from router_replay.verify.seen import seen
 from router_replay.verify.verdict import Gap, Verdict
 
 FEW = 64

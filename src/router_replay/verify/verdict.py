@@ -29,14 +29,15 @@ class Gap:
 class Verdict:
     """What was seen. `finding` is None if the routes belong to the tokens.
 
+    `seen` is what the page shows of each token; the JSON does not have it.
+
     `model` is the trainer's model and `dtype` its number type. `source` is where tokens and rows came from.
     `sequences`, `sampled` and `rows` count sequences, sampled tokens and captured rows. `missing` counts uncaptured
     rows, and `missing_loss` those of them that predict a sampled token. `impossible` counts sets that no router can
     choose. `disagree` is the share of (row, layer) pairs whose sets differ from the live choice, `per_layer` the same
     by layer id, `tokens_disagree` the share of rows with any difference, and `expected` the share of pairs that differ
     between two number types of the trainer. `live` and `replayed` are the log-prob gaps; None if there are no
-    log-probs, or if the rows cannot be replayed. `notes` are further facts. `seen` is what the page shows of
-    each token; the JSON does not have it.
+    log-probs, or if the rows cannot be replayed. `notes` are further facts.
     """
 
     model: str
@@ -65,9 +66,9 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers."""
-        facts = dataclasses.asdict(dataclasses.replace(self, seen=None))
-        del facts["seen"]
+        facts = dataclasses.asdict(self)
         facts["per_layer"] = {str(layer): share for layer, share in self.per_layer.items()}
+        del facts["seen"]
         return {"belongs": self.belongs, **facts}
 
     def as_text(self) -> list[str]:

@@ -16,10 +16,10 @@ const LANES = { turns: "turns", versions: "token versions", rows: "rows" };
 
 function bandSpec(domain, rows, title) {
   return {
-    signals: [{ name: "focus", value: -1 }],
+    signals: [{ name: "focus", value: -1 }, { name: "across", value: [0, 1] }],
     data: [{ name: "bands" }],
     scales: [
-      { name: "x", type: "linear", domain: { data: "bands", fields: ["from", "to"] }, range: "width", zero: false, nice: false },
+      { name: "x", type: "linear", domain: { signal: "across" }, range: "width", zero: false, nice: false },
       { name: "y", type: "band", domain, range: "height", padding: 0.15 },
       { name: "label", type: "ordinal", domain, range: rows },
     ],
@@ -44,9 +44,12 @@ function bandSpec(domain, rows, title) {
   };
 }
 
-function numbered(bands) {
-  bands.forEach((band, index) => (band.index = index));
-  return bands;
+function show(view, items) {
+  items.forEach((band, index) => (band.index = index));
+  const least = items.reduce((from, band) => Math.min(from, band.from), Infinity);
+  const most = items.reduce((to, band) => Math.max(to, band.to), -Infinity);
+  view.signal("across", least < most ? [least, most] : [0, 1]).data("bands", items);
+  return { items, stride: 1 };
 }
 
 function bandTip(_, band) {
@@ -59,9 +62,7 @@ drawings.trajectories = {
   spec: (chart) => bandSpec(chart.trajectories.map((_, index) => index), chart.trajectories.map((_, index) => String(index)), "trajectory"),
   load(view, chart, state) {
     const lane = Object.keys(LANES)[state.choice ?? 0];
-    const items = numbered(chart.trajectories.flatMap((one, index) => lanes[lane](one).map((band) => ({ ...band, lane: index, name: one.name }))));
-    view.data("bands", items);
-    return { items, stride: 1 };
+    return show(view, chart.trajectories.flatMap((one, index) => lanes[lane](one).map((band) => ({ ...band, lane: index, name: one.name }))));
   },
   tip: bandTip,
 };
@@ -71,9 +72,7 @@ drawings.trajectory = {
   spec: () => bandSpec(Object.keys(LANES), Object.values(LANES), null),
   load(view, chart, state) {
     const one = state.page.charts[chart.of].trajectories[state.choice ?? 0];
-    const items = numbered(Object.keys(LANES).flatMap((lane) => lanes[lane](one).map((band) => ({ ...band, lane, name: one.name }))));
-    view.data("bands", items);
-    return { items, stride: 1 };
+    return show(view, Object.keys(LANES).flatMap((lane) => lanes[lane](one).map((band) => ({ ...band, lane, name: one.name }))));
   },
   tip: bandTip,
 };

@@ -22,7 +22,11 @@ const all = [...document.querySelectorAll("figure[data-chart]")].map((figure) =>
   focus: -1,
 }));
 const byPlot = new Map(all.map((one) => [one.plot, one]));
-const chartOf = (one) => page.charts[one.place];
+// A chart with a grid for each run has that of the run in its menu.
+const chartOf = (one) => {
+  const chart = page.charts[one.place];
+  return chart.grids ? { ...chart, ...chart.grids[Number(one.menu.value)] } : chart;
+};
 const drawingOf = (one) => drawings[chartOf(one).drawing];
 const stateOf = (one) => ({ page, hidden, choice: one.menu ? Number(one.menu.value) : 0 });
 const widthOf = (one) => Math.max(200, one.plot.clientWidth || one.figure.clientWidth - 36 || 400);
@@ -113,7 +117,7 @@ for (const one of all) {
   }
   one.plot.addEventListener("blur", () => (quiet(), unfocus(one)));
   one.plot.addEventListener("keydown", (event) => key(one, event));
-  one.menu?.addEventListener("change", () => one.view && fill(one));
+  one.menu?.addEventListener("change", () => one.view && (chartOf(one).grids ? renew(one) : fill(one)));
 }
 
 // -- keys -------------------------------------------------------------------------------------------
