@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import nn
 
 from router_replay.errors import ReplayError
-from router_replay.families.from_modules import device_of, find_routers
+from router_replay.families.from_modules import FoundRouter, device_of, find_routers
 from router_replay.replay import checkpoint
 from router_replay.replay.follow import Following, Settings
 from router_replay.replay.gauge import Measuring, RouterGauge
@@ -71,6 +71,11 @@ class RouterReplay:
     def spec(self) -> RouterSpec:
         """The RouterSpec of the model's routers."""
         return self._spec
+
+    @property
+    def routers(self) -> tuple[FoundRouter, ...]:
+        """The routers, in the order in which a forward pass calls them."""
+        return self._found.routers
 
     @property
     def router_names(self) -> frozenset[str]:

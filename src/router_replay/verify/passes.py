@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from router_replay.rl.config import ModelConfig
 from router_replay.rl.policy.models import read_model
 from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
+from router_replay.verify.gates import RouterOutputs
 
 Tick = Callable[[], object]
 
@@ -42,6 +44,15 @@ class Trainer:
     def spec(self) -> RouterSpec:
         """The spec of the model's routers."""
         return self._replayer.spec
+
+    @property
+    def why_not_gates(self) -> str:
+        """Why gate weights cannot be kept and given in this family; empty if they can."""
+        return RouterOutputs.why_not(self._replayer.routers)
+
+    def gates(self) -> RouterOutputs:
+        """Return an empty store of gate weights for `replayed`."""
+        return RouterOutputs(self._replayer.routers)
 
     def to_bfloat16(self) -> None:
         """Compute in bfloat16 from now on."""
@@ -70,9 +81,27 @@ class Trainer:
         return found
 
     def replayed(
+        self,
+        samples: Sequence[Sample],
+        routes: Sequence[Routes],
+        tick: Tick,
+        keep: RouterOutputs | None = None,
+        give: RouterOutputs | None = None,
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Run the samples with their `routes`; return the log-probs, and the share [L] on which live routers agree.
+
+        The gate weights are put into `keep`, or taken from `give`, where an earlier call kept them.
+        """
+        with contextlib.ExitStack() as stack:
+            if keep is not None:
+                stack.enter_context(keep.kept())
+            if give is not None:
+                stack.enter_context(give.given())
+            return self._replayed(samples, routes, tick)
+
+    def _replayed(
         self, samples: Sequence[Sample], routes: Sequence[Routes], tick: Tick
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Run the samples with their `routes`; return the log-probs, and the share [L] on which live routers agree."""
         before, found = self._replayer.stats, []
         for batch, rows in zip(_batches(samples), routes, strict=True):
             with torch.no_grad():

@@ -26,6 +26,7 @@ from router_replay.verify.diagnosis import Finding, by_version, diagnose, nearer
 from router_replay.verify.evidence import Evidence
 from router_replay.verify.inject import inject
 from router_replay.verify.passes import Live, Trainer
+from router_replay.verify.split import Split, Splitting, fitting
 from router_replay.verify.verdict import Gap, Verdict
 
 FEW = 64
@@ -40,12 +41,13 @@ def _silent(_: str, __: int) -> Callable[[], object]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Passes:
-    """What the trainer's passes gave: the live pass in its number type, those in others, and the replayed one."""
+    """What the trainer's passes gave: the live pass in its number type, those in others, and the replayed ones."""
 
     live: Live
     variants: dict[str, list[np.ndarray]]
     replayed: list[np.ndarray] | None
     followed: np.ndarray | None
+    split: Split | None
 
 
 def verify(
@@ -115,7 +117,8 @@ def _run(
 ) -> _Passes:
     """Run every pass with one load of the model: first in float32, then in bfloat16, then with float32 routers."""
     count, lives = len(samples), {}
-    replayed = followed = None
+    replayed = followed = split = None
+    splitting = None if routes is None else Splitting(trainer, samples, routes)
     for name in ("float32", "bfloat16", "bfloat16 with float32 routers"):
         if name == "bfloat16":
             trainer.to_bfloat16()
@@ -124,8 +127,14 @@ def _run(
         lives[name] = trainer.live(samples, progress(f"live, {name}", count))
         if name == dtype and routes is not None:
             replayed, followed = trainer.replayed(samples, routes, progress("replayed", count))
+        if splitting is not None and not splitting.why_not and name == "float32":
+            splitting.in_float32(progress("gate weights of float32", len(splitting)))
+        elif splitting is not None and not splitting.why_not and name == "bfloat16":
+            split = splitting.in_bfloat16(progress("bfloat16 with them", len(splitting)))
+    if splitting is not None and splitting.why_not:
+        split = Split(None, None, None, 0.0, 0.0, 0, splitting.why_not)
     variants = {name: live.ids for name, live in lives.items() if name != dtype}
-    return _Passes(lives[dtype], variants, replayed, followed)
+    return _Passes(lives[dtype], variants, replayed, followed, split)
 
 
 def _judged(
@@ -145,7 +154,7 @@ def _judged(
         finding = Finding(
             "missing", "the engine did not return rows that bear loss", f"{missing_loss} such rows are not captured"
         )
-    spec = evidence.spec
+    spec, split = evidence.spec, passes.split
     equal_NL = (np.sort(evidence.rows, axis=2) == np.sort(evidence.live, axis=2)).all(axis=2)
     differs = (1 - equal_NL.mean(axis=0)).tolist()
     variants = [np.sort(one, axis=2) for one in evidence.variants.values()]
@@ -164,6 +173,7 @@ def _judged(
         per_layer=dict(zip(spec.layers, differs, strict=True)),
         live=live,
         replayed=replayed,
+        split=None if finding is not None or replayed is None or split is None else fitting(split, replayed.k3),
         finding=finding,
         notes=tuple(_notes(evidence, finding, where["dtype"])),
         seen=seen(evidence, equal_NL, samples, passes.live.logprobs, passes.replayed),

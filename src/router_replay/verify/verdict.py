@@ -8,6 +8,7 @@ from typing import Any
 from router_replay.number_format import Kind, number
 from router_replay.report import Seen
 from router_replay.verify.diagnosis import Finding
+from router_replay.verify.split import Split
 
 _SHOWN: tuple[tuple[str, str, Kind], ...] = (
     ("k3", "k3", "small"),
@@ -37,7 +38,8 @@ class Verdict:
     choose. `disagree` is the share of (row, layer) pairs whose sets differ from the live choice, `per_layer` the same
     by layer id, `tokens_disagree` the share of rows with any difference, and `expected` the share of pairs that differ
     between two number types of the trainer. `live` and `replayed` are the log-prob gaps; None if there are no
-    log-probs, or if the rows cannot be replayed. `notes` are further facts.
+    log-probs, or if the rows cannot be replayed. `split` divides the k3 that remains; None if there is none, or if the
+    rows have a fault. `notes` are further facts.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Verdict:
     per_layer: dict[int, float]
     live: Gap | None
     replayed: Gap | None
+    split: Split | None
     finding: Finding | None
     notes: tuple[str, ...] = ()
     seen: Seen | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -67,6 +70,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Return all numbers."""
         facts = dataclasses.asdict(self)
+        if self.split is not None:
+            facts["split"]["how"] = self.split.how
         facts["per_layer"] = {str(layer): share for layer, share in self.per_layer.items()}
         del facts["seen"]
         return {"belongs": self.belongs, **facts}
@@ -90,6 +95,16 @@ class Verdict:
             for name, field, kind in _SHOWN:
                 after = None if self.replayed is None else getattr(self.replayed, field)
                 lines.append(f"{name:<24}{number(getattr(self.live, field), kind):<10}{number(after, kind)}")
+        if self.split is not None:
+            lines += _split_lines(self.split)
         worst = sorted(self.per_layer.items(), key=lambda one: -one[1])[:5]
         shown = ", ".join(f"layer {layer}: {number(share, 'share')}" for layer, share in worst)
         return [*lines, f"layers that disagree most: {shown}", *(f"note: {note}" for note in self.notes)]
+
+
+def _split_lines(split: Split) -> list[str]:
+    if split.gates is None:
+        return [f"what remains            not split: {split.why_not}"]
+    error = "" if split.error is None else f" (± {number(split.error, 'share')})"
+    shares = f"gate weights {number(split.gates, 'share')}, the rest of the arithmetic {number(split.rest, 'share')}"
+    return [f"what remains of k3      {shares}{error}", f"  {split.how}"]
