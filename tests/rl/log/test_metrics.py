@@ -66,9 +66,7 @@ def test_values_per_layer_are_read_apart_and_survive_a_resume(tmp_path: pathlib.
     assert read_layers(tmp_path) == [{"step": 0, "routing/layers": [1, 2], "routing/load/layers": [1.5, None]}]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "routing/load/layers": [1, "two"]}\n')
-    with pytest.raises(
-        MeasureError, match=r"jsonl:3: routing/load/layers must hold numbers or null, got .two."
-    ):
+    with pytest.raises(MeasureError, match=r"jsonl:3: routing/load/layers must hold numbers or null, got .two."):
         read_layers(tmp_path)
 
 
