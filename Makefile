@@ -124,6 +124,7 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.follow --rounds 200
 	@$(BIN)/python -m bench.attention
 	@$(BIN)/python -m bench.train
+	@$(BIN)/python -m bench.routing_metrics
 	@$(BIN)/python -m bench.delivery
 	@$(BIN)/python -m bench.ray_routes
 

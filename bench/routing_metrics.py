@@ -23,10 +23,13 @@ import torch
 from bench.replay import time_rounds
 from bench.train import planned, sampled, settings
 from bench.verdicts import Share
+from router_replay.replay.gauge import RouterGauge
+from router_replay.replay.router_scores import figures_of
 from router_replay.rl.policy.delivery import MiniBatch
 from router_replay.rl.policy.models import model_folder
 from router_replay.rl.policy.policy import Policy
 from router_replay.rl.processes import ranks
+from router_replay.spec import RouterSpec
 
 LIMIT = 1.015
 
@@ -63,10 +66,26 @@ def main() -> int:
     shares = {name: Share.of(taken, seconds["without"]) for name, taken in seconds.items()}
     for name, taken in seconds.items():
         print(f"| {name} | {statistics.median(taken) * 1e3:.1f} | {shares[name]} |")
+    own = alone(policies["with"].spec, slots, here.device)
+    print(f"\nthe arithmetic of the metrics by itself takes {own * 1e3:.1f} ms")
     missed = shares["with"].low > LIMIT
     print(f"\nrouting metrics cost {shares['with'].median:.4f}x (limit {LIMIT}x): {'MISSED' if missed else 'ok'}")
     ranks.leave()
     return int(missed)
+
+
+def alone(spec: RouterSpec, tokens: int, device: torch.device) -> float:
+    """Return the seconds that the figures of `tokens` tokens take in all layers, without a model: the least of 20."""
+    probabilities_TE = torch.rand(tokens, spec.num_experts, device=device).softmax(-1)
+    ids_TK, gauge = probabilities_TE.topk(spec.top_k).indices, RouterGauge(spec)
+    counted_T = torch.ones(tokens, dtype=torch.bool, device=device)
+
+    def once() -> None:
+        figures = [figures_of(probabilities_TE, ids_TK) for _ in spec.layers]
+        gauge.add(figures, [ids_TK] * len(spec.layers), counted_T)
+        gauge.take().tolist()
+
+    return min(time_rounds({"alone": once}, 20, lambda: None)["alone"])
 
 
 def _step(policy: Policy, minis: list[MiniBatch]) -> None:

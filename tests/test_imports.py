@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "rl": {"wire", "recording", "stitch", "batch", "measure", "replay", "forward", "engines", "gateway"},
     "integrations": {"families", "stitch", "batch", "measure", "replay", "engines", "rl"},
     "recipes": {"rl", "report"},
-    "verify": {"recording", "stitch", "batch", "measure", "replay", "forward", "engines", "rl", "report"},
+    "verify": {"recording", "stitch", "batch", "measure", "replay", "forward", "engines", "families", "rl", "report"},
     "cli": {"families", "verify", "batch", "recording", "measure", "engines", "gateway", "report", "rl", "recipes"},
 }
 

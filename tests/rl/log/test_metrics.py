@@ -16,6 +16,7 @@ import torch
 from router_replay.errors import ConfigError, MeasureError, TrainError
 from router_replay.rl.config import LoggingConfig
 from router_replay.rl.log.metrics import NAMES, MetricsWriter, read_metrics
+from router_replay.run_files import read_layers
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs" / "metrics.md"
 PLAIN = LoggingConfig(tensorboard=False)
@@ -53,6 +54,20 @@ def test_not_finite_is_null_and_strict_json(tmp_path: pathlib.Path) -> None:
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line == {"step": 0, "loss": None, "grad_norm": None, "mismatch/k3": None, "reward": 1.0}
+
+
+def test_values_per_layer_are_read_apart_and_survive_a_resume(tmp_path: pathlib.Path) -> None:
+    lists = {"routing/layers": [1, 2], "routing/load/layers": [np.float32(1.5), math.nan]}
+    with MetricsWriter(tmp_path, PLAIN, {}) as writer:
+        writer.write(0, {"reward": 1.0, **lists})
+        writer.write(1, {"reward": 2.0})
+    MetricsWriter(tmp_path, PLAIN, {}, done=2).close()  # a resume writes the kept lines again
+    assert read_metrics(tmp_path) == [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}]
+    assert read_layers(tmp_path) == [{"step": 0, "routing/layers": [1, 2], "routing/load/layers": [1.5, None]}]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "routing/load/layers": [1, "two"]}\n')
+    with pytest.raises(MeasureError, match=r"jsonl:3: routing/load/layers must hold numbers or null, got .two."):
+        read_layers(tmp_path)
 
 
 def test_an_unknown_name_is_refused_and_nothing_written(tmp_path: pathlib.Path) -> None:
