@@ -87,6 +87,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> No
         "router_replay.dist-info",
     }
     assert "router_replay/py.typed" in names
+    assets = {
+        path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/router_replay/report/assets").iterdir()
+    }
+    assert assets
+    assert assets <= set(names)
     strange = [name for name in names if re.search(r"test|payload|fuzz|\.(c|h|npz|jsonl|log)$", name)]
     assert not strange
     modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
@@ -95,7 +100,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: pathlib.Path) -> No
 
 def test_the_command_answers_in_a_clean_environment(clean: pathlib.Path) -> None:
     told = run(clean / "bin" / "router-replay", "--help")
-    for command in ("train", "demo", "report", "serve", "families", "inspect"):
+    for command in ("train", "demo", "report", "watch", "serve", "families", "inspect"):
         assert command in told
 
 
@@ -111,4 +116,4 @@ def test_the_extras_that_the_documentation_names_exist(wheel: pathlib.Path) -> N
     archive = zipfile.ZipFile(wheel)
     [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     extras = set(re.findall(r"^Provides-Extra: (.+)$", archive.read(metadata).decode(), re.MULTILINE))
-    assert {"http", "sglang", "torch", "train", "vllm", "tensorboard", "wandb", "docs"} <= extras
+    assert {"http", "sglang", "torch", "report", "train", "vllm", "tensorboard", "wandb", "docs"} <= extras

@@ -303,6 +303,16 @@ def test_the_command(tmp_path: pathlib.Path, runs: list[Run], capsys: pytest.Cap
     assert [row["name"] for row in json.loads((tmp_path / "page.json").read_text())["table"]] == ["off", "mine"]
 
 
+def test_without_the_library_the_error_says_what_to_install(
+    runs: list[Run], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library_script.cache_clear()
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r'needs vl-convert-python: pip install "router-replay\[report\]"'):
+        write_report(runs, tmp_path / "page.html", "title")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_reporting_needs_no_torch_and_no_training_package() -> None:
     code = "import sys, router_replay.report; print(sorted({'torch', 'pydantic', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -87,9 +87,14 @@ def test_the_tail_begins_again_after_a_resume(folder: pathlib.Path) -> None:
     beside.replace(folder / "metrics.jsonl")
     assert tail.read()
     assert tail.lines == [{"step": 0, "reward": 9.0}]
-    append(folder, 1)
+    longer = [{"step": step, "reward": 7.0} for step in range(9)]  # its size alone does not tell
+    beside.write_text("".join(json.dumps(line) + "\n" for line in longer))
+    beside.replace(folder / "metrics.jsonl")
+    assert tail.read()
+    assert tail.lines == longer
+    append(folder, 9)
     tail.read()
-    assert [line["step"] for line in tail.lines] == [0, 1]
+    assert [line["step"] for line in tail.lines] == list(range(10))
 
 
 def test_the_tail_names_the_line_that_cannot_be_read(folder: pathlib.Path) -> None:

@@ -245,8 +245,29 @@ def test_the_engine_generates_and_the_verdict_is_text(
     assert out[0] == "The routes belong to the tokens."
     assert out[1] == f"engine embedded, 9 prompts of {prompts}; trainer {model} in float32"
     assert out[2].startswith("9 sequences, ")
-    assert main([*arguments, "--inject", "shift"]) == 1
-    assert capsys.readouterr().out.startswith("FAULT shift: rows and tokens are out of step")
+    page = tmp_path / "page.html"
+    assert main([*arguments, "--inject", "shift", "--json", "--report", str(page)]) == 1
+    printed = capsys.readouterr()
+    facts, twin = json.loads(printed.out), json.loads(page.with_suffix(".json").read_text())
+    assert facts["finding"]["fault"] == "shift"
+    assert twin["verdict"] == facts
+    assert f"page: {page}" in printed.err
+    _check_charts(twin["charts"], facts)
+
+
+def _check_charts(charts: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """See that the page shows what the verdict counted."""
+    heat, scatter, histogram, bars, load = charts
+    assert bars["values"] == pytest.approx(list(facts["per_layer"].values()), rel=1e-5)
+    assert sum(heat["counts"]) == facts["rows"]
+    shares = np.array([[share or 0.0 for share in row] for row in heat["values"]])
+    assert float((shares * heat["counts"]).sum(axis=1).mean()) == pytest.approx(
+        facts["disagree"] * facts["rows"], rel=1e-4
+    )
+    assert [sum(counts) for counts in histogram["counts"]] == [facts["sampled"]] * 2
+    gaps = [np.abs(np.subtract(group["y"], group["x"])).mean() for group in scatter["groups"]]
+    assert gaps == pytest.approx([facts["live"]["abs_mean"], facts["replayed"]["abs_mean"]], rel=1e-3)
+    assert np.mean(load["values"]) == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,13 @@ for (const one of all) {
 
 const MOVES = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: "up", ArrowDown: "down", Home: -Infinity, End: Infinity };
 
-function key(one, event) {
+async function key(one, event) {
   if (event.key === "Escape") return quiet(), unfocus(one);
   const move = MOVES[event.key];
-  if (move === undefined || !one.view) return;
   const linked = drawingOf(one).linked;
-  if (linked && typeof move === "string") return; // up and down scroll the page
+  if (move === undefined || (linked && typeof move === "string")) return; // up and down scroll a page of curves
   event.preventDefault();
+  await draw(one); // it may be being drawn anew
   const places = linked ? drawingOf(one).steps(chartOf(one), stateOf(one)) : one.items;
   if (!places.length) return;
   const by = move === "up" ? -one.stride : move === "down" ? one.stride : move;
