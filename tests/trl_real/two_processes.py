@@ -36,6 +36,7 @@ def main(folder: str, output: str, replay: str) -> None:
         about["pushes"] = made.engine.pushes
         print("RESULT " + json.dumps(about), flush=True)  # noqa: T201
     made.close()
+    del made  # before the process group: in the environment of axolotl its end hung afterwards
     torch.distributed.destroy_process_group()
 
 
