@@ -43,11 +43,11 @@ test-ray: setup  # runs on Ray with several ranks and engines, of which one proc
 
 test-sglang: setup  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment
-	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py tests/sglang_real/pool_checks.py
+	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
 
 test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
 	@$(BIN)/python -m tests.dynamo_real.environment
-	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py tests/dynamo_real/pool_checks.py
+	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py
 
 test-vllm-newest: setup  # the newest supported vLLM on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.vllm_newest
