@@ -243,9 +243,8 @@ class Rollouts:
             play.request = None
             if order.notes:
                 order.did("answer", request=request.id, **_facts_of(completion))
-            if (
-                len(completion.token_ids) or completion.finish_reason != "abort"
-            ):  # aborted in the queue, it adds nothing
+            # A request that was aborted in the engine's queue adds nothing.
+            if len(completion.token_ids) or completion.finish_reason != "abort":
                 self._player.append(episode, request.token_ids, completion)
                 tokens += completion.token_ids.tolist()
                 sampled_by.update(completion.versions.tolist())
