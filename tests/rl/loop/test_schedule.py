@@ -70,6 +70,7 @@ def short_run(
 ) -> pathlib.Path:
     """The schedule of a run of two steps."""
     output = tmp_path_factory.mktemp("recorded") / "run"
+    torch.set_num_threads(1)  # as in each test; a fixture of the module runs before those of a test
     train(load_config(None, [*settings_of(random_model, problems, output), "loop=async"]))
     return output / "schedule" / "step_000000.jsonl"
 
