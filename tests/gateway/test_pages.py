@@ -30,10 +30,8 @@ def test_the_code_of_the_page_runs(server: GatewayServer, talker: pathlib.Path) 
 
 
 def test_the_command_serves_until_it_is_interrupted(talker: pathlib.Path) -> None:
-    # A shell lets the commands that it starts in the background ignore SIGINT, and these tests may be one of them.
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from router_replay import cli"
-    options = ["gateway", "--engine", "embedded", "--port", "0", "--model", str(talker)]
-    command = [sys.executable, "-c", f"{code}; sys.exit(cli.main())", *options]
+    options = ["--engine", "embedded", "--port", "0", "--model", str(talker)]
+    command = [sys.executable, "-m", "router_replay.cli", "gateway", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
