@@ -53,7 +53,7 @@ def note_store(prompt: str, completion: str, answer: str) -> float:
     The raylets report it with a delay, and so late are references dropped: the lowest number within a while counts.
     """
     if _count() % 12 == 1:
-        seen, deadline = _used(), time.monotonic() + 20
+        seen, deadline = _used(), time.monotonic() + 120
         while time.monotonic() < deadline and (seen == 0 or seen > _first_use()):
             time.sleep(0.2)
             seen = min(seen, _used()) if seen else _used()
