@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from router_replay.engines import Request, VllmEngine
 from router_replay.engines.vllm.weights import share
@@ -26,16 +26,18 @@ def save_tied(folder: pathlib.Path, seed: int) -> None:
         norm_topk_prob=True, max_position_embeddings=512, eos_token_id=1, bos_token_id=0, pad_token_id=2,
         tie_word_embeddings=True, initializer_range=0.3,
     )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    state = Qwen3MoeForCausalLM(config).state_dict()
+    del state["lm_head.weight"]  # as in the checkpoints of tied models
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_head_of_a_tied_model_is_that_of_a_fresh_engine(tmp_path: pathlib.Path, dtype: str) -> None:
-    shape = {**SHAPE, "dtype": dtype, "skip_tokenizer_init": True}
+def test_the_head_of_a_tied_model_is_that_of_a_fresh_engine(tmp_path: pathlib.Path) -> None:
+    shape = {**SHAPE, "dtype": "bfloat16", "skip_tokenizer_init": True}
     for seed, name in enumerate("ab"):
         save_tied(tmp_path / name, seed)
     states = {name: load_file(tmp_path / name / "model.safetensors") for name in "ab"}
-    assert "lm_head.weight" not in states["a"]
     with environment(**ENVIRONMENT), VllmEngine(str(tmp_path / "b"), **shape) as engine:
         on_b = one(engine, Request(prompt(), GREEDY))
     with environment(**ENVIRONMENT), VllmEngine(str(tmp_path / "a"), **shape) as engine:
