@@ -34,6 +34,7 @@ from router_replay.engines.types import Capabilities, Completion, InFlight, Requ
 from router_replay.errors import EngineError
 from router_replay.forward.inner import inner_model
 from router_replay.forward.router_precision import compute_routers_in_float32
+from router_replay.model_building import BUILDING
 from router_replay.replay import RouterReplay
 
 Future = concurrent.futures.Future
@@ -71,7 +72,8 @@ class EmbeddedEngine(Engine):
         checks.router_dtype(router_dtype)
         folder = model if isinstance(model, str | os.PathLike) else None
         if folder is not None:
-            model = AutoModelForCausalLM.from_pretrained(os.fspath(folder), **load_arguments)
+            with BUILDING:
+                model = AutoModelForCausalLM.from_pretrained(os.fspath(folder), **load_arguments)
         elif load_arguments:
             raise EngineError(
                 f"{', '.join(load_arguments)}: these arguments are for loading a folder, but the model is already "

@@ -19,6 +19,7 @@ from torch import nn
 from router_replay.engines.lazy_tensors import LazyTensors, like_of
 from router_replay.errors import EngineError, shorten
 from router_replay.forward.inner import inner_model
+from router_replay.model_building import BUILDING
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Any  # Any stands for an nn.Module
 
@@ -48,15 +49,16 @@ def stage(model: Any, source: Source) -> Mapping[str, Any]:
         return _fitting(model, source, "the state dict")
     folder = os.fspath(source)
     try:
-        loaded, info = type(model).from_pretrained(
-            folder,
-            config=copy.deepcopy(model.config),  # the running model's config, so that the folder needs only weights
-            generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
-            dtype=_widest(model),
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with BUILDING:
+            loaded, info = type(model).from_pretrained(
+                folder,
+                config=copy.deepcopy(model.config),  # the running model's config, so that the folder needs only weights
+                generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
+                dtype=_widest(model),
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise EngineError(f"the weights of {folder} could not be loaded: {type(error).__name__}: {error}") from error
     wrong = [

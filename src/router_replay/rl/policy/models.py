@@ -22,6 +22,7 @@ from router_replay.engines.pieces import pieces_of
 from router_replay.errors import ConfigError, EngineError
 from router_replay.forward.experts import use_gathering_experts
 from router_replay.forward.router_precision import compute_routers_in_float32, routers_of_their_own
+from router_replay.model_building import BUILDING
 from router_replay.rl.config import ModelConfig, tiny_folder
 from router_replay.rl.policy.master_weights import MasterWeights, Weights
 from router_replay.rl.processes.ranks import Ranks
@@ -98,7 +99,7 @@ def _without_weights(folder: pathlib.Path) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with _parameters_on_meta():
+        with BUILDING, _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
     except Exception as error:  # transformers raises many types
         raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
@@ -164,14 +165,15 @@ def read_model(folder: pathlib.Path, config: ModelConfig) -> Any:
     transformers_logging.disable_progress_bar()  # the display shows progress
     extra = {"use_kernels": True} if config.use_kernels else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            output_loading_info=True,
-            **extra,
-        )
+        with BUILDING:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                output_loading_info=True,
+                **extra,
+            )
     except Exception as error:  # a truncated file fails in safetensors, wrong shapes fail in transformers
         raise LoadError(f"{folder} could not be loaded as a causal language model: {error}", WEIGHTS) from error
     if absent := sorted(set(info["missing_keys"])):  # transformers would fill these with random numbers
