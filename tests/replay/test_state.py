@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from router_replay.batch.tensors import TensorRoutes
 from router_replay.errors import ReplayError
 from router_replay.replay.state import Column, Plan, Recording, State, in_backward
+from router_replay.routes import Routes
 from router_replay.spec import RouterSpec
 
 SPEC = RouterSpec(num_experts=8, top_k=2, layers=(1, 3))
@@ -37,28 +40,47 @@ def test_a_plan_begins_at_the_first_token_with_nothing_counted() -> None:
 
 
 def test_a_plan_moves_with_all_it_has() -> None:
-    bare, full = plan(), plan(agree_L=torch.zeros(2), same_LT=torch.zeros(2, 3), compiled_passes=torch.zeros(1))
+    bare, full = plan(), plan(agree_L=torch.zeros(2), live_LTK=torch.zeros(2, 3, 2), compiled_passes=torch.zeros(1))
     full.live_T1 = torch.zeros(3, 1, dtype=torch.bool)
     for made in (bare, full):
         made.move(torch.device("meta"))
         assert made.ids_TLK.device.type == "meta"
     assert (bare.live_T1, bare.agree_L, bare.compiled_passes) == (None, None, None)
-    moved = full.live_T1, full.agree_L, full.same_LT, full.compiled_passes
+    moved = full.live_T1, full.agree_L, full.live_LTK, full.compiled_passes
     assert {tensor.device.type for tensor in moved} == {"meta"}
 
 
 def test_agreement_counts_equal_sets_after_the_pass_and_no_missing_row() -> None:
     """The second row is missing: its ids are no recorded ones, even if they equal the live choice."""
-    made = plan(agree_L=torch.zeros(2, dtype=torch.int64), same_LT=torch.zeros(2, 3, dtype=torch.bool))
+    made = plan(agree_L=torch.zeros(2, dtype=torch.int64), live_LTK=torch.zeros(2, 3, 2, dtype=torch.uint8))
     made.live_T1 = torch.tensor([[False], [True], [False]])
     for number, live in enumerate((made.column(Column(0)).flip(1), made.column(Column(1)) + 1)):
-        made.compare(Column(number), made.column(Column(number)), live)
+        made.compare(Column(number), live)
     assert made.agree_L is not None
     assert made.agree_L.tolist() == [0, 0]  # nothing is counted inside the layers
     made.count_agreement()
     assert made.agree_L.tolist() == [2, 0]
     made.count_agreement(Column(0))  # a router that is called alone
     assert made.agree_L.tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 26])
+def test_agreement_is_the_same_however_many_layers_are_compared_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids of two bytes, of which torch reads the larger ones as negative numbers."""
+    monkeypatch.setattr("router_replay.replay.state.COMPARED_AT_ONCE", at_once)
+    spec = RouterSpec(65536, 2, (0, 1, 2, 3, 4))
+    ids = np.random.default_rng(0).choice(65536, (3, 5, 2), replace=False).astype(np.uint16)
+    rows = Routes(ids, spec)
+    made = Plan.of(rows, TensorRoutes.from_routes(rows), (3, 0), agreement=True, start=0)
+    for number in range(5):
+        live = made.column(Column(number)).flip(1)
+        live[:number, 0] += 1  # other experts in the first rows
+        made.compare(Column(number), live)
+    made.count_agreement()
+    assert made.agree_L is not None
+    assert made.agree_L.tolist() == [3, 2, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.uint16)])

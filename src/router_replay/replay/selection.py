@@ -91,16 +91,17 @@ class Selection(TorchFunctionMode):
         Raises ReplayError if the number of rows differs from the number of tokens.
         """
         leading = scores.shape[:-1]
-        rows = math.prod(leading)
+        rows = leading[0] if len(leading) == 1 else math.prod(leading)
         if rows != ids_TK.shape[0]:
             raise ReplayError(
                 f"layer {self.router.layer}: the router got {rows} tokens, the routes have {ids_TK.shape[0]} rows: "
                 "expected one row per token"
             )
-        ids = ids_TK.reshape(*leading, ids_TK.shape[-1])
-        if self.live_T1 is None or live is None:
-            return ids
-        return torch.where(self.live_T1.reshape(*leading, 1), live, ids)
+        ids, live_T1 = ids_TK, self.live_T1
+        if len(leading) > 1:
+            ids = ids.reshape(*leading, ids.shape[-1])
+            live_T1 = None if live_T1 is None else live_T1.reshape(*leading, 1)
+        return ids if live_T1 is None or live is None else torch.where(live_T1, live, ids)
 
     def offer(self, scores: Tensor) -> None:
         """Show `scores`, the tensor [..., E] that the router chooses from, to those who measure."""
@@ -109,8 +110,8 @@ class Selection(TorchFunctionMode):
 
     def _note(self, chosen: Tensor, live: Tensor | None, places: Tensor | None = None) -> None:
         """Keep the `chosen` ids and the `live` choice; `places` are those of the chosen scores, if not the ids."""
-        self.chosen = chosen.reshape(-1, self.router.top_k)
-        self.live_choice = None if live is None else live.reshape(-1, self.router.top_k)
+        self.chosen = _rows(chosen, self.router.top_k)
+        self.live_choice = None if live is None else _rows(live, self.router.top_k)
         if self.scores is not None:
             self.scores.choose(chosen if places is None else places)
 
@@ -199,6 +200,11 @@ def _topk_arguments(args: Any, kwargs: Any) -> tuple[Tensor, int, int]:
     k = kwargs["k"] if "k" in kwargs else args[1]
     dim = kwargs["dim"] if "dim" in kwargs else (args[2] if len(args) > 2 else -1)
     return args[0], k, dim
+
+
+def _rows(ids: Tensor, top_k: int) -> Tensor:
+    """Return ids [..., K] as [T, K]; most routers give them so, and a reshape costs as much as a small kernel."""
+    return ids if ids.ndim == 2 else ids.reshape(-1, top_k)
 
 
 def _widen(groups: Tensor, width: int) -> Tensor:

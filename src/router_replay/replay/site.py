@@ -64,7 +64,7 @@ class Site(Wrapper):
             elif scores is not None:
                 self.chosen_TK = selection.chosen.detach()
             if plan is not None and selection.ids_TK is not None:
-                plan.compare(self.column, selection.ids_TK, live_TK if apart else selection.live_choice)
+                plan.compare(self.column, live_TK if apart else selection.live_choice)
                 if not self.state.passing:  # as above; Watch counts after a pass of the decoder
                     plan.count_agreement(self.column)
         return out

@@ -27,6 +27,7 @@ from router_replay.replay.opener import Opener
 from router_replay.route_source import RouteSource
 from router_replay.spec import RouterSpec
 
+COMPARED_AT_ONCE = 1 << 26  # pairs of ids in one comparison of routes with the live choice; each takes a byte
 CANNOT_PROVE = (
     "a checkpointed layer is recomputed in backward, and it is not known which routes its forward pass used. Use "
     "model.gradient_checkpointing_enable(), torch.utils.checkpoint.checkpoint or checkpoint_wrapper, or pass "
@@ -49,7 +50,7 @@ class Plan:
     start: int = 0  # how many tokens the KV cache holds before the token of the first row
     from_host: bool = False  # came as numpy: moves to the device of the pass (unknown with offloaded parameters)
     agree_L: Tensor | None = None  # captured rows that equal the live choice as sets, all passes; None: not requested
-    same_LT: Tensor | None = None  # the rows of the current pass that equal the live choice
+    live_LTK: Tensor | None = None  # the live choice in the current pass, to be compared after it
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a Python int would be a constant of the graph
 
@@ -68,6 +69,10 @@ class Plan:
         `tensors` are the same rows on a device; `counts` are the numbers of replayed and of live rows.
         """
         where, layers = tensors.device, len(rows.spec.layers)
+        live_LTK = None
+        if agreement:
+            shape = (layers, len(rows), rows.spec.top_k)
+            live_LTK = torch.zeros(shape, dtype=signed(tensors.ids).dtype, device=where)
         return cls(
             ids_TLK=tensors.ids,
             live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
@@ -76,7 +81,7 @@ class Plan:
             start=start,
             from_host=isinstance(rows, RouteSource),
             agree_L=torch.zeros(layers, dtype=torch.int64, device=where) if agreement else None,
-            same_LT=torch.zeros(layers, len(rows), dtype=torch.bool, device=where) if agreement else None,
+            live_LTK=live_LTK,
             compiled_passes=torch.zeros((), dtype=torch.int64, device=where),
         )
 
@@ -88,40 +93,48 @@ class Plan:
         self.ids_TLK = self.ids_TLK.to(device)
         self.live_T1 = None if self.live_T1 is None else self.live_T1.to(device)
         self.agree_L = None if self.agree_L is None else self.agree_L.to(device)
-        self.same_LT = None if self.same_LT is None else self.same_LT.to(device)
+        self.live_LTK = None if self.live_LTK is None else self.live_LTK.to(device)
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
 
     def column(self, index: Column) -> Tensor:
         """Return the ids of one routed layer, [T, K], widened to int64 only here."""
         if not torch.compiler.is_compiling():
             return self.ids_TLK[:, index.number].long()
-        if self.ids_TLK.dtype != torch.uint16:
-            return self.ids_TLK.index_select(1, index.tensor_1).squeeze(1).long()
-        # torch selects no unsigned numbers of two bytes: read them as signed ones, then drop the sign
-        return self.ids_TLK.view(torch.int16).index_select(1, index.tensor_1).squeeze(1).long() & 0xFFFF
+        column_TK = signed(self.ids_TLK).index_select(1, index.tensor_1).squeeze(1).long()
+        return column_TK & 0xFFFF if self.ids_TLK.dtype == torch.uint16 else column_TK
 
-    def compare(self, index: Column, ids_TK: Tensor, live_TK: Tensor | None) -> None:
-        """Note which rows of a layer equal the live choice `live_TK`; `ids_TK` is the column `index`.
+    def compare(self, index: Column, live_TK: Tensor | None) -> None:
+        """Keep the live choice `live_TK` of a layer. `count_agreement` compares all layers at once, after the pass.
 
-        `count_agreement` sums them for all layers at once, after the pass.
+        A layer only copies: passes of few tokens wait for the launches of kernels, and a comparison has several.
         """
-        if self.same_LT is None or live_TK is None:
+        if self.live_LTK is None or live_TK is None:
             return
-        same_T = (ids_TK.unsqueeze(-1) == live_TK.unsqueeze(-2)).any(-1).all(-1)
         if torch.compiler.is_compiling():
-            self.same_LT.index_copy_(0, index.tensor_1, same_T.unsqueeze(0))
+            self.live_LTK.index_copy_(0, index.tensor_1, live_TK.to(self.live_LTK.dtype).unsqueeze(0))
         else:
-            self.same_LT[index.number] = same_T
+            self.live_LTK[index.number].copy_(live_TK)
 
     def count_agreement(self, index: Column | None = None) -> None:
-        """Add the noted rows of all layers, or of one, to the counts on the device; only reading the stats waits."""
-        if self.agree_L is None or self.same_LT is None:
+        """Count the rows whose experts are the live choice, of all layers or of one; only reading the stats waits."""
+        if self.agree_L is None or self.live_LTK is None:
             return
-        same_LT = self.same_LT if self.live_T1 is None else self.same_LT & ~self.live_T1.reshape(1, -1)
-        if index is None:
-            self.agree_L += same_LT.sum(1)
-        else:
-            self.agree_L[index.number] += same_LT[index.number].sum()
+        count, tokens, top_k = self.live_LTK.shape
+        layers = range(count) if index is None else range(index.number, index.number + 1)
+        at_once = max(1, COMPARED_AT_ONCE // max(1, tokens * top_k**2))
+        ids_LTK = signed(self.ids_TLK).transpose(0, 1)
+        for first in layers[::at_once]:
+            some = slice(first, min(first + at_once, layers.stop))
+            same_lTKK = ids_LTK[some].unsqueeze(-1) == self.live_LTK[some].unsqueeze(-2)
+            same_lT = same_lTKK.any(-1).all(-1)
+            if self.live_T1 is not None:
+                same_lT = same_lT & ~self.live_T1.reshape(1, -1)
+            self.agree_L[some] += same_lT.sum(1)
+
+
+def signed(ids: Tensor) -> Tensor:
+    """Return `ids` with numbers that torch can select and compare: unsigned ones of two bytes are read as signed."""
+    return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids
 
 
 class Column:

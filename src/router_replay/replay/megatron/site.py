@@ -174,7 +174,7 @@ class RouterSite(Wrapper):
             if plan.live_T1 is not None:
                 plan.effective[self.column.number] = choice.chosen_TK.detach().to(plan.ids_TLK.dtype)
         if choice.ids_TK is not None:
-            plan.compare(self.column, choice.ids_TK, choice.live_TK)
+            plan.compare(self.column, choice.live_TK)
 
     def _refuse_other_rows(self, plan: MicroBatchPlan, logits: Tensor) -> None:
         positions, sequences = logits.shape[:2]
