@@ -30,7 +30,7 @@ from bench.virtual_engines import LONGEST, PROMPT, AtOnce, TimedEngine, TimedPoo
 from router_replay.engines.types import InFlight
 from router_replay.rl.config import AsynchronousConfig, EngineConfig, RolloutConfig, TrainConfig
 from router_replay.rl.environments.base import Environment, Task, Turn
-from router_replay.rl.loop.garbage import full_collections_between_steps
+from router_replay.rl.loop.garbage import FULL_EVERY, full_collections_between_steps
 from router_replay.rl.rollout import Rollout
 from router_replay.rl.rollout.ledger import Ledger, StreamState
 from router_replay.rl.rollout.stream import RolloutStream
@@ -67,12 +67,13 @@ class TimedEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Hold what one size of the bench measured. Times are virtual, except for `cpu`, which is that of an episode."""
+    """Hold what one size of the bench measured. Times are virtual, except for `cpu` and `searches` (of an episode)."""
 
     engines: int
     in_flight: float
     cpu: float
     cpu_median: float
+    searches: float
     share: float
     share_without_tail: float
     idle: float
@@ -118,26 +119,32 @@ def asynchronous(config: TrainConfig, pool: TimedPool, steps: int, train: float)
         loop.outside = 1
         stream.begin_journal(0)
         with stream, full_collections_between_steps() as collect:
-            in_flight, costs, spent_before, ended_before = list[float](), list[float](), 0.0, 0.0
+            in_flight, costs, searches = list[float](), list[float](), list[float]()
+            spent_before, ended_before = 0.0, 0.0
             for version in range(WARM_UP + steps):
                 stream._call(loop.asleep(stream._rollouts.take(version)))
                 in_flight.append(stream.figures()["episodes/playing"])
                 stream._call(loop.asleep(asyncio.sleep(train)))
                 stream.new_weights(version + 1, functools.partial(swap, pool, version + 1))
-                collect()
                 now = stream.figures()
+                searched_from = time.process_time()
+                collect()
                 spent, ended = time.process_time(), sum(now[name] for name in now if name.startswith(ENDED))
                 if version == WARM_UP - 1:
                     before, started, figures = used(engines), loop.now, now
                 elif version >= WARM_UP:
-                    costs.append((spent - spent_before) / max(1.0, ended - ended_before))
+                    episodes = max(1.0, ended - ended_before)
+                    costs.append((searched_from - spent_before) / episodes)
+                    searches.append((spent - searched_from) / episodes)
                 spent_before, ended_before = spent, ended
             seconds, used_after = loop.now - started, used(engines)
             loop.outside = 0
     busy, slots = (used_after - before) / seconds / len(engines)
     return {
-        "cpu": min(costs),  # other work on the machine only makes it larger
-        "cpu_median": float(np.median(costs)),
+        # Other work on the machine only makes a step dearer. Of the searches for garbage, one in four is a full one.
+        "cpu": min(costs) + float(np.mean(searches)),
+        "cpu_median": float(np.median(costs) + np.mean(searches)),
+        "searches": float(np.mean(searches)),
         "seconds": seconds / steps,
         "idle": 1 - busy,
         "slots_idle": 1 - slots / SLOTS,
@@ -176,7 +183,7 @@ def main() -> int:
     """Print the figures with their goals; return 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, nargs="*", default=[100, 1_000])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=FULL_EVERY, help="a multiple of 4 has its share of full searches")
     parser.add_argument("--staleness", type=int, default=6, help="asynchronous.max_staleness")
     parser.add_argument("--oversample", type=float, default=1.0, help="asynchronous.oversample")
     arguments = parser.parse_args()
@@ -198,6 +205,7 @@ def main() -> int:
             verdict = "within" if value <= limit else "MISSED"
             print(f"  {name:<55} {value:8.3f}   goal {limit:g}   {verdict}")
             missed += [name] if value > limit else []
+        print(f"  {'of the CPU, searches for garbage between steps, ms':<55} {one.searches * 1e3:8.3f}")
         print(f"  {'slots idle':<55} {one.slots_idle:8.3f}\n  {'episodes dropped as too old':<55} {one.dropped:8.3f}")
     return int(bool(missed))
 

@@ -18,6 +18,8 @@ VERSION_LIMIT = 1 << 63  # versions are stored as int64
 
 def integer(value: Any, name: str, lowest: int, below: int) -> int:
     """Return an integer of any integer type in [lowest, below). Bools, floats and strings are refused."""
+    if type(value) is int and lowest <= value < below:
+        return value
     try:
         if _is_bool(value):
             raise TypeError
@@ -31,6 +33,8 @@ def integer(value: Any, name: str, lowest: int, below: int) -> int:
 
 def number(value: Any, name: str) -> float:
     """Return a finite number as a float. Bools and strings are refused."""
+    if type(value) is float and math.isfinite(value):
+        return value
     if _is_bool(value) or not isinstance(value, numbers.Real):
         raise EngineError(f"{name} must be a number, got {shown(value)}")
     if not math.isfinite(value):
@@ -40,6 +44,8 @@ def number(value: Any, name: str) -> float:
 
 def flag(value: Any, name: str) -> bool:
     """Return a bool, from Python or NumPy. Numbers and strings are refused."""
+    if value is True or value is False:
+        return value
     if not _is_bool(value):
         raise EngineError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
@@ -47,15 +53,18 @@ def flag(value: Any, name: str) -> bool:
 
 def tokens(values: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
     """Return token ids as plain integers, from a sequence or a one-dimensional array or tensor."""
-    if hasattr(values, "tolist"):  # an array or a tensor; floats and bools keep their type
-        values = values.tolist()
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise EngineError(f"{name} must be a sequence of token ids, got {shown(values)}")
-    values = tuple(values)
+    if type(values) is not tuple:
+        if hasattr(values, "tolist"):  # an array or a tensor; floats and bools keep their type
+            values = values.tolist()
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            raise EngineError(f"{name} must be a sequence of token ids, got {shown(values)}")
+        values = tuple(values)
+    if not values:
+        return values
     if set(map(type, values)) - {int}:
         values = tuple(integer(value, f"{name}[{place}]", 0, TOKEN_LIMIT) for place, value in enumerate(values))
     below = TOKEN_LIMIT if vocabulary is None else vocabulary
-    if values and not (min(values) >= 0 and max(values) < below):
+    if not (min(values) >= 0 and max(values) < below):
         place, wrong = next((place, value) for place, value in enumerate(values) if not 0 <= value < below)
         raise EngineError(f"{name}: token ids must lie in [0, {below}), got {wrong} at position {place}")
     return values

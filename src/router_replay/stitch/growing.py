@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+# What an array holds before its first element. All share it: a run has many trajectories that hold nothing yet.
+_EMPTY: dict[type[np.generic], np.ndarray] = {kind: np.empty(0, kind) for kind in (np.int64, np.float32, np.bool_)}
+
 
 class GrowingArray:
     """A growable array: `extend` copies new elements in; `view` returns all of them read-only, without a copy."""
@@ -11,7 +14,7 @@ class GrowingArray:
     __slots__ = ("_buffer", "_length")
 
     def __init__(self, dtype: type[np.generic]) -> None:
-        self._buffer = np.empty(0, dtype)
+        self._buffer = _EMPTY[dtype]
         self._length = 0
 
     def __len__(self) -> int:

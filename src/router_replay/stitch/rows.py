@@ -19,8 +19,8 @@ class RowStore:
 
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
-        self._buffer = np.empty((0, *spec.row_shape), spec.dtype)
         self._stored = Routes.missing(0, spec)  # a view of the buffer's filled part
+        self._buffer = self._stored.ids
         self._pending: list[Routes] = []
         self._length = 0
         self._captured_prefix = 0  # rows before the first hole

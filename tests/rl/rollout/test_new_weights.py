@@ -149,3 +149,40 @@ def test_each_mode_keeps_versions_and_rows(
     newer = batch.label_mask & (batch.label_versions == 1)
     gap = logprob_gap(now.numpy(), batch.label_logprobs, newer)
     assert (gap.abs_max < 1e-4) == (mode == "resume")
+
+
+def test_a_request_that_waited_in_the_queue_is_sent_again_as_it_was(
+    engine: EmbeddedEngine, changed: dict[str, torch.Tensor], tmp_path: pathlib.Path
+) -> None:
+    config = TrainConfig(
+        loop="async",
+        rollout=RolloutConfig(prompts=1, group=4, max_tokens=TOKENS),
+        engine=EngineConfig(max_length=128),
+        asynchronous=AsynchronousConfig(max_staleness=3),
+    )
+    asked: list[Request] = []
+    submit, waiting = engine.submit, threading.Event()
+
+    async def listening(request: Request) -> Any:
+        asked.append(request)
+        if len(asked) == 16:  # the four groups that the policy admits
+            waiting.set()
+        return await submit(request)
+
+    engine.submit = listening  # type: ignore[method-assign]
+    engine.pause("keep")
+    stream = RolloutStream(engine, Long(), config, Journal(tmp_path), StreamState(Ledger(), 0), version=0)
+    stream.begin_journal(0)
+    with stream:
+        waiting.wait()
+        stream.new_weights(1, lambda in_flight: engine.update_weights(changed, 1, in_flight))
+        engine.resume()
+        episodes = stream.take(1)
+    assert all((episode.versions == 1).all() for episode in episodes)
+    by_id = {request.id: request for request in asked}
+    assert len(by_id) == len(asked)
+    for first in asked[:16]:
+        again = by_id[first.id.removesuffix(".0") + ".1"]
+        assert (again.token_ids, again.sampling, again.start) == (first.token_ids, first.sampling, 0)
+        assert again.forced_routes is None
+        assert again.known_routes is None

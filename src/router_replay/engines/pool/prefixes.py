@@ -43,6 +43,8 @@ class PrefixMap:
 
 def _digests(tokens: Sequence[int] | np.ndarray) -> Iterator[int]:
     """Yield a digest for each whole block, over all tokens up to its end."""
+    if len(tokens) < BLOCK:
+        return
     data = np.asarray(tokens, "<i8").tobytes()
     digest = 0
     for start in range(0, len(data) - 8 * BLOCK + 1, 8 * BLOCK):

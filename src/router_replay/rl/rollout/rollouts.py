@@ -97,6 +97,7 @@ class Rollouts:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._tasks.clear()  # those that were cancelled before they began
         for group in self._running.values():
             self.ledger.drop("interrupted", len(group.playing))
             group.playing.clear()
@@ -159,8 +160,7 @@ class Rollouts:
                 if member not in group.members:
                     group.playing[member] = Play()
                     task = asyncio.get_running_loop().create_task(self._play(group, member))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._tasks.add(task)  # `_play` takes it out at its end
             self.ledger.admitted += len(group.playing)
             admitted.append(group.number)
         return admitted
@@ -226,6 +226,7 @@ class Rollouts:
         play = group.playing.get(member, Play())
         order, name = self._order, f"{group.number}.{member}"
         sampled_by = set(episode.versions.tolist())  # the versions of all sampled tokens of the episode
+        request: Request | None = None
         for attempt in range(1 << 30):
             await (self._gate if sampled_by else self._second_gate).wait()
             await order.turn(name)
@@ -233,9 +234,13 @@ class Rollouts:
                 break
             if play.oldest is None:
                 play.oldest = self._version
-            seed = seed_of(self._seed, group.number, member, turn, attempt)
-            forced = self._settings.on_new_weights == "resume" and bool(sampled_by - {self._version})
-            request = self._player.request(episode, seed, more=tokens, forced=forced, id=f"{name}.{turn}.{attempt}")
+            id = f"{name}.{turn}.{attempt}"
+            if request is not None and not sampled_by:  # it was aborted in the engine's queue and is sent again
+                request = Request(request.token_ids, request.sampling, id=id)
+            else:
+                seed = seed_of(self._seed, group.number, member, turn, attempt)
+                forced = self._settings.on_new_weights == "resume" and bool(sampled_by - {self._version})
+                request = self._player.request(episode, seed, more=tokens, forced=forced, id=id)
             epoch, play.request = self._epoch, request.id
             order.did("submit", request=request.id, version=self._version)
             [completion] = await self._submit(request)
@@ -256,6 +261,7 @@ class Rollouts:
                 self._figures.resumed += len(completion.token_ids)
             if not sampled_by:  # nothing was sampled by the old weights
                 play.oldest = None
+            del completion  # it would lie in memory until the next answer
         return tokens
 
     async def _submit(self, request: Request) -> list[Completion]:
