@@ -16,7 +16,7 @@ from tests.engines.sglang.server import PROMPT, SPEC
 from tests.engines.stub import Stub
 
 stub = sglang_stub.stub
-SETTINGS = ["engine.kind=sglang", "engine.api_key_env=SERVER_KEY"]
+SETTINGS = ["engine.kind=sglang", "engine.api_key_env=SERVER_KEY", "rollout.seeded=false"]
 
 
 @pytest.fixture
@@ -36,6 +36,15 @@ def test_the_key_of_the_environment_goes_with_every_call(
         with pytest.raises(EngineError, match=r"sampled token 2 is 12, the vocabulary is \[0, 12\)"):
             engine.generate([Request(PROMPT, Sampling(max_tokens=3))])
     assert {headers.get("Authorization") for headers in stub.headers} == {"Bearer hunter2"}
+
+
+def test_a_server_that_ignores_seeds_is_refused_unless_the_run_has_none(stub: Stub, folder: pathlib.Path) -> None:
+    config = load_config(None, ["engine.kind=sglang", f"engine.url={stub.url}"])
+    with pytest.raises(ConfigError, match=r"ignores seeds.*rollout\.seeded = false"):
+        start_engine(config, folder, SPEC, version=0)
+    assert "/generate" not in stub.asked
+    unseeded = load_config(None, ["engine.kind=sglang", f"engine.url={stub.url}", "rollout.seeded=false"])
+    start_engine(unseeded, folder, SPEC, version=0).close()
 
 
 @pytest.mark.parametrize("value", [None, ""])

@@ -118,11 +118,13 @@ class Request:
                 stacklevel=2,
             )
             start = routes_start
-        given = f"request-{next(_numbers)}" if id is _NEW_ID else id
-        vars(self).update(  # the class is frozen, so the fields are set in its dict
-            token_ids=token_ids, sampling=sampling, start=start, forced_routes=forced_routes, id=given,
-            known_routes=known_routes,
-        )  # fmt: skip
+        put = object.__setattr__  # the class is frozen
+        put(self, "token_ids", token_ids)
+        put(self, "sampling", sampling)
+        put(self, "start", start)
+        put(self, "forced_routes", forced_routes)
+        put(self, "id", f"request-{next(_numbers)}" if id is _NEW_ID else id)
+        put(self, "known_routes", known_routes)
 
     @property
     def routes_start(self) -> int:
@@ -156,7 +158,7 @@ class Request:
             )
         self._check_rows(self.forced_routes, "forced", spec, tokens)
         self._check_rows(self.known_routes, "known", spec, tokens)
-        return dataclasses.replace(self, token_ids=token_ids, sampling=sampling, start=start)
+        return Request(token_ids, sampling, start, self.forced_routes, self.id, known_routes=self.known_routes)
 
     def _check_rows(self, rows: Routes | None, kind: str, spec: RouterSpec, tokens: int) -> None:
         """Raise EngineError unless these are rows of the prompt. `kind` is "forced" or "known"."""
@@ -335,8 +337,9 @@ class Capabilities:
 
     `routes`: the engine returns rows. `forced_routes`: the caller can set which experts to use. `start`: rows can be
     left out of an answer. `versions`: weights can be loaded, and each token has the version that sampled it.
-    `checked_weights`: the engine checks new weights against its model before it gives up the old ones.
-    `cannot_keep`: why requests in flight cannot be kept while weights change; empty if they can.
+    `checked_weights`: the engine checks new weights against its model before it gives up the old ones. `seeds`:
+    requests may have a seed. `cannot_keep`: why requests in flight cannot be kept while weights change; empty if they
+    can.
     """
 
     routes: bool
@@ -344,6 +347,7 @@ class Capabilities:
     start: bool
     versions: bool
     checked_weights: bool = False
+    seeds: bool = True
     cannot_keep: str = ""
     why_not: str = ""
 

@@ -72,6 +72,11 @@ def check_engine(config: TrainConfig, engine: Engine, spec: RouterSpec) -> None:
         raise ConfigError(
             f'asynchronous.on_new_weights = "keep" is not possible with this engine: {can.cannot_keep}. Set "recompute"'
         )
+    if config.rollout.seeded and not can.seeds:
+        raise ConfigError(
+            "rollout.seeded is true, but this engine ignores seeds: start SGLang with --enable-deterministic-inference"
+            ", or set rollout.seeded = false; samples then differ from run to run"
+        )
     if not can.versions:
         raise ConfigError(f"training needs an engine that takes new weights, and this one does not: {can.why_not}")
 

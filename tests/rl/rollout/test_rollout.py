@@ -190,6 +190,23 @@ def test_the_same_seed_plays_the_same_episodes(engine: EmbeddedEngine) -> None:
         assert np.array_equal(one.trajectories[0].logprobs, other.trajectories[0].logprobs)
 
 
+@pytest.mark.parametrize("seeded", [True, False])
+def test_requests_have_a_seed_unless_the_config_says_otherwise(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, seeded: bool
+) -> None:
+    asked: list[Request] = []
+    generate = engine.generate_each
+
+    def noting(requests: Sequence[Request]) -> list[list[Completion]]:
+        asked.extend(requests)
+        return generate(requests)
+
+    monkeypatch.setattr(engine, "generate_each", noting)
+    play(engine, Scripted(lambda turn, _: Turn(done=True)), CONFIG.model_copy(update={"seeded": seeded}))
+    assert [request.sampling.seed is not None for request in asked] == [seeded] * len(asked)
+    assert asked
+
+
 def test_an_episode_ends_where_the_engine_has_no_room(engine: EmbeddedEngine) -> None:
     task = Scripted(lambda turn, _: Turn(done=False, observation=(9,) * 4))
     for episode in play(engine, task, max_length=10):

@@ -112,9 +112,10 @@ class EnginePool(Engine):
                 member = await self._choose(request)
                 if member is None:
                     return Completion.nothing(request, self.spec)
-                answer = asyncio.ensure_future(member.engine.submit(self._for(member, request)))
+                loop = asyncio.get_running_loop()
+                answer = loop.create_task(member.engine.submit(self._for(member, request)))
                 with self._lock:
-                    member.flights[request.id] = (asyncio.get_running_loop(), answer)
+                    member.flights[request.id] = (loop, answer)
                 try:
                     completions = await answer
                 except EngineError as error:
@@ -416,6 +417,7 @@ def _together(all_of_them: Sequence[Capabilities]) -> Capabilities:
         start=every("start"),
         versions=every("versions"),
         checked_weights=every("checked_weights"),
+        seeds=every("seeds"),
         cannot_keep=reasons("cannot_keep"),
         why_not=reasons("why_not"),
     )

@@ -106,8 +106,9 @@ class SglangBackend(Backend):
         if info.get("version") != TESTED:
             lacks.append(f"SGLang {printable(str(info.get('version'))[:40])} was not tested, only {TESTED}")
         self.capabilities = Capabilities(
-            routes=captures, forced_routes=False, start=captures, versions=True, why_not="; ".join(lacks)
-        )
+            routes=captures, forced_routes=False, start=captures, versions=True, seeds=self._seeds,
+            why_not="; ".join(lacks),
+        )  # fmt: skip
 
     async def _info(self, path: str, older: str) -> dict[str, Any]:
         status, answer = await self._http.request("GET", path, repeat=True)

@@ -11,7 +11,6 @@ Both loops are made of these calls. `rollout.py` plays the episodes of a step to
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -138,15 +137,17 @@ class Player:
         sampling = Sampling(
             max_tokens=self.room(episode) - len(more),
             temperature=self._config.temperature,
-            seed=seed,
+            seed=seed if self._config.seeded else None,
             stop_token_ids=self._task.stop_token_ids,
             n=n,
         )
-        known = episode.current.start_for(prompt)
+        known = episode.current.start_for(prompt) if len(episode.current) else 0
         routes = episode.current.routes[:known] if known else None
         start = known if self._engine.capabilities.start else 0
-        request = functools.partial(Request, prompt, sampling, start, routes if forced else None, known_routes=routes)
-        return request() if id is None else request(id=id)
+        forced_routes = routes if forced else None
+        if id is None:
+            return Request(prompt, sampling, start, forced_routes, known_routes=routes)
+        return Request(prompt, sampling, start, forced_routes, id, known_routes=routes)
 
     def append(self, episode: Episode, prompt: Sequence[int], completion: Completion) -> None:
         """Stitch the answer to `prompt` to the episode."""
