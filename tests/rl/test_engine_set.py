@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from router_replay.engines import EnginePool, Request, Sampling
-from router_replay.errors import EngineError
+from router_replay.engines import EmbeddedEngine, EnginePool, Request, Sampling
+from router_replay.errors import ConfigError, EngineError
 from router_replay.replay import RouterReplay
 from router_replay.rl import engine_set
 from router_replay.rl.config import TrainConfig, load_config
@@ -33,7 +33,7 @@ def test_every_engine_gets_each_version_in_its_own_form(
         "engines=[{dtype = 'float32', max_length = 64}, "
         f"{{kind = 'sglang', url = '{stub.url}', weights = '{tmp_path}', max_length = 32}}]"
     )
-    config = load_config(None, [f"model.path={random_model}", tables])
+    config = load_config(None, [f"model.path={random_model}", "rollout.seeded=false", tables])
     model = AutoModelForCausalLM.from_pretrained(random_model)
     replayer = RouterReplay(model)
     with contextlib.ExitStack() as closing:
@@ -42,6 +42,8 @@ def test_every_engine_gets_each_version_in_its_own_form(
         pool = closing.enter_context(engines.start(model.state_dict(), replayer.spec, version=3))
         assert isinstance(pool, EnginePool)
         assert pool.version == 3
+        assert engines.ways == {"engine0": "as a folder", "engine1": "as a folder"}
+        assert engines.by_cuda_ipc == 0
         changed = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
         engines.push(pool, changed, version=4)
         assert {name: facts["version"] for name, facts in pool.report().items()} == {"engine0": 4, "engine1": 4}
@@ -77,6 +79,27 @@ def test_weights_are_written_while_no_engine_can_return(
         monkeypatch.setattr(WeightSync, "source", noting)
         engines.push(pool, model.state_dict(), version=1)
         assert held == [True]
+
+
+def test_a_way_that_is_not_possible_ends_the_start_and_its_engine(
+    random_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def embedded(config: TrainConfig, folder: pathlib.Path, *_: object) -> EmbeddedEngine:
+        started.append(EmbeddedEngine(folder, max_length=64))
+        return started[-1]
+
+    monkeypatch.setattr(engine_set, "start_engine", embedded)  # another engine than the settings name
+    config = load_config(None, ["engine.kind=vllm", "engine.transfer=cuda_ipc"])
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    replayer = RouterReplay(model)
+    engines = EngineSet(config, model, replayer.router_names, gpu=None)
+    with pytest.raises(ConfigError, match=r'"cuda_ipc" is not possible: the trainer computes on a CPU'):
+        engines.start(model.state_dict(), replayer.spec, version=0)
+    engines.close()
+    with pytest.raises(EngineError, match="closed"):
+        started[0].generate([Request((3, 4), Sampling(max_tokens=1))])
 
 
 def test_a_run_with_two_engines_is_that_of_one(

@@ -1,6 +1,6 @@
 """Start all engines of a run as one, and give each of them the new weights in its own form.
 
-    engines = EngineSet(config, policy.model, router_names)
+    engines = EngineSet(config, policy.model, router_names, policy.gpu)
     engine = engines.start(state, spec, version=0)    # one engine, or an EnginePool of several
     engines.push(engine, state, version=1)
 
@@ -24,6 +24,7 @@ from router_replay.engines.types import InFlight
 from router_replay.rl.config import EngineConfig, TrainConfig
 from router_replay.rl.engine_start import check_engine, start_engine
 from router_replay.rl.weights.sync import WeightSync
+from router_replay.rl.weights.ways import WORDS
 from router_replay.spec import RouterSpec
 
 PATIENCE = 60.0
@@ -35,12 +36,14 @@ RESTART_PATIENCE = 300.0
 class EngineSet:
     """Hold what the engines of a run need of the policy. Only the first rank has this object.
 
-    `model` is the policy's model, and `routers` are the names of its modules that route. Engines that load the same
-    files share them.
+    `model` is the policy's model, and `routers` are the names of its modules that route. `gpu` is the number of the GPU
+    that the first rank computes on, or None for a CPU. Engines that load the same files share them. After `start`, the
+    attribute `ways` says in words how new weights reach each engine.
     """
 
-    def __init__(self, config: TrainConfig, model: Any, routers: frozenset[str]) -> None:
-        self._config = config
+    def __init__(self, config: TrainConfig, model: Any, routers: frozenset[str], gpu: int | None = None) -> None:
+        self._config, self._gpu = config, gpu
+        self.ways: dict[str, str] = {}
         self._syncs: dict[tuple[str, ...], WeightSync] = {}
         self._folders: dict[tuple[str, ...], str] = {}  # the weights that an engine starts with
         self._version = 0
@@ -63,15 +66,16 @@ class EngineSet:
         tables, self._version = self._config.all_engines, version
         self._folders = {form: str(sync.export(state, version)) for form, sync in self._syncs.items()}
         starts = {name: self._how_to_start(name, table, spec) for name, table in tables.items()}
-        if len(tables) == 1 and not self._restartable:
-            [start] = starts.values()
-            return start()
         engines: dict[str, Engine] = {}
         with contextlib.ExitStack() as on_failure, ThreadPoolExecutor(len(tables)) as threads:
             elsewhere = {name: threads.submit(starts[name]) for name in self._restartable}
             for name in tables:
                 engines[name] = elsewhere[name].result() if name in elsewhere else starts[name]()
                 on_failure.callback(engines[name].close)
+            self._prepare(engines, state)
+            if not self._pooled:
+                on_failure.pop_all()
+                return engines.popitem()[1]
             patience = RESTART_PATIENCE if self._restartable else PATIENCE
             pool = EnginePool(engines, connect={name: starts[name] for name in self._restartable}, patience=patience)
             on_failure.pop_all()
@@ -88,11 +92,7 @@ class EngineSet:
             [sync] = self._syncs.values()
             sync.push(engine, state, version, in_flight)
             return
-        tables, elsewhere = self._config.all_engines, self._restartable
-        # The tensors of an engine in this process are lent for the time of this call only. An engine that does not
-        # answer now loads them later, so of several engines each gets a folder, or the memory that all share.
-        by_folder = {_form(tables[name]) for name in elsewhere}
-        by_folder |= {_form(table) for table in tables.values() if table.kind == "embedded"}
+        tables, by_folder = self._config.all_engines, self._by_folder
         # An engine that returned meanwhile would read from the memory in which the next version is being written.
         with engine.without_returns():
             sources: dict[tuple[str, ...], WeightSource] = {
@@ -105,8 +105,40 @@ class EngineSet:
             sync.remove_older(version)
 
     def close(self) -> None:
-        """Remove the files and the shared memory of the weights."""
+        """Remove the files and the memory of the weights. The engines must be closed before."""
         self._closing.close()
+
+    @property
+    def by_cuda_ipc(self) -> float:
+        """Return the share of the engines that get new weights by CUDA IPC."""
+        tables = self._config.all_engines
+        return sum(self._syncs[_form(table)].way == "cuda_ipc" for table in tables.values()) / len(tables)
+
+    def _prepare(self, engines: Mapping[str, Engine], state: Mapping[str, torch.Tensor]) -> None:
+        """Choose how new weights reach these running engines; those of one form get them in the same way."""
+        forms = {name: _form(table) for name, table in self._config.all_engines.items()}
+        for form, sync in self._syncs.items():
+            own = [name for name in forms if forms[name] == form]
+            if form in self._by_folder:
+                words = WORDS["folder"]
+            else:
+                words = sync.prepare([engines[name] for name in own], state, self._gpu)
+            self.ways |= dict.fromkeys(own, words)
+
+    @property
+    def _pooled(self) -> bool:
+        return len(self._config.all_engines) > 1 or bool(self._restartable)
+
+    @property
+    def _by_folder(self) -> set[tuple[str, ...]]:
+        """Return the forms of engines that get a folder whatever their kind.
+
+        The tensors of an engine in this process are lent for the time of a push only. An engine that does not answer
+        then loads them later, so of several engines each gets a folder, or the memory that all share.
+        """
+        tables = self._config.all_engines
+        found = {_form(tables[name]) for name in self._restartable}
+        return found | {_form(table) for table in tables.values() if table.kind == "embedded" and self._pooled}
 
     @property
     def _restartable(self) -> list[str]:
@@ -139,4 +171,4 @@ class EngineSet:
 def _form(table: EngineConfig) -> tuple[str, ...]:
     """Return what decides in which form an engine gets its weights."""
     inside = "" if table.kind in table.behind_url else table.kind
-    return inside, table.dtype, table.quantize, table.weights
+    return inside, table.dtype, table.quantize, table.weights, table.transfer

@@ -44,6 +44,22 @@ def changed(settings: str) -> TrainConfig:
         ("engines=[{}, {arguments = {kv_offloading_size = 4}}]", 1, ["engines.1.arguments.kv_offloading_size=4"]),
         ("engine.kind=sglang; engine.url=http://a:1; engine.count=2", 1, ["engine.count = 2", "one URL is one engine"]),
         ("engine.kind=vllm; engine.count=2", 1, ['2 engines of kind "vllm"', 'cluster.kind = "ray"']),
+        ("engine.transfer=cuda_ipc", 1, ['engine.transfer = "cuda_ipc"', '"embedded"', '"vllm" or "vllm_http"']),
+        (
+            "engine.kind=vllm_http; engine.url=http://a:1; engine.transfer=shared_memory",
+            1,
+            ['engine.transfer = "shared_memory"', 'it is for "vllm"; set "auto"'],
+        ),
+        (
+            "engines=[{}, {kind = 'vllm', transfer = 'cuda_ipc'}]; cluster.kind=ray",
+            1,
+            ['engines.1.transfer = "cuda_ipc" with cluster.kind = "ray"', "takes a folder"],
+        ),
+        (
+            "engine.kind=vllm; engine.transfer=cuda_ipc; model.device=cpu",
+            1,
+            ['engine.transfer = "cuda_ipc" with model.device = "cpu"', "on one GPU"],
+        ),
         ("cluster.ranks=2", 1, ['cluster.ranks with cluster.kind = "processes"', "does not read"]),
         (
             "cluster.kind=ray; cluster.environments=2; environment.kind=agent; environment.command=['a']",

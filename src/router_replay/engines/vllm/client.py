@@ -218,6 +218,19 @@ class VllmClient(RemoteEngine):
         assert isinstance(backend, VllmBackend)
         return self._wait(backend.transport.call("router_replay_report"))
 
+    def gpus(self) -> list[str]:
+        """Return the GPU of each worker, by a name that all processes use for it; an empty text for a CPU."""
+        backend = self._connected
+        assert isinstance(backend, VllmBackend)
+        reports = self._wait(backend.transport.call_all("router_replay_report"))
+        return [str(report.get("gpu", "")) for report in reports]
+
+    def check_weights(self, source: WeightSource) -> None:
+        """Raise EngineError if a worker cannot open the weights of `source`, or they do not fit. Nothing is loaded."""
+        backend = self._connected
+        assert isinstance(backend, VllmBackend)
+        self._wait(backend.find(self._source(source)))
+
 
 def _told(source: WeightSource) -> str:
     """Return the weight source as the text that the plugin's workers expect."""

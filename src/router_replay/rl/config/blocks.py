@@ -123,6 +123,10 @@ class EngineConfig(Block):
     """the maximum number of tokens of prompt and completion together"""
     weights: str = ""
     """a folder that engine and trainer can both read, for new weights. Empty: shared memory, if it has room"""
+    transfer: Literal["auto", "cuda_ipc", "shared_memory", "folder"] = "auto"
+    """how new weights reach the engine: `"cuda_ipc"` (vLLM with the plugin on the trainer's GPU), `"shared_memory"`
+    (vLLM in this process), `"folder"`, or `"auto"`: the first of them that works for vLLM in this process, tensors for
+    the embedded engine, and a folder for servers"""
     count: PositiveInt = 1
     """the number of engines with these settings, for kinds without a URL"""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -229,6 +233,9 @@ class RolloutConfig(Block):
     """the maximum number of turns per episode"""
     temperature: PositiveFloat = 1.0
     """the temperature of sampling and of the trainer's log-probs"""
+    seeded: bool = True
+    """whether requests have a seed, which makes samples reproducible. Set it to false for an SGLang server without
+    `--enable-deterministic-inference`"""
     on_missing: Literal["raise", "live"] = "raise"
     """what to do with a row that bears loss and was not captured: `"raise"` an error, or route it `"live"` and count
     it"""

@@ -303,6 +303,7 @@ def _refused_engines(config: TrainConfig) -> Iterator[str]:
         yield "engine and engines are both given: [engine] is short for one table [[engines]]; leave one of them out"
     for place, engine in _engines(config):
         yield from _refused_engine(place, engine)
+        yield from _refused_transfer(place, engine, config)
     inside = [name for name, engine in config.all_engines.items() if engine.kind == "vllm"]
     if len(inside) > 1 and config.cluster.kind == "processes":
         yield (
@@ -332,6 +333,24 @@ def _refused_engine(place: str, engine: EngineConfig) -> Iterator[str]:
             f'{place}.api_key_env with {place}.kind = "{engine.kind}", which has no server to send a key to; '
             'leave it out, or set kind = "vllm_http", "sglang" or "dynamo"'
         )
+
+
+def _refused_transfer(place: str, engine: EngineConfig, config: TrainConfig) -> Iterator[str]:
+    """Refuse a way for new weights that the engine can never take. The rest is seen when the engine runs."""
+    if engine.transfer in ("auto", "folder"):
+        return
+    setting = f'{place}.transfer = "{engine.transfer}"'
+    kinds = ("vllm", "vllm_http") if engine.transfer == "cuda_ipc" else ("vllm",)
+    if engine.kind not in kinds:
+        named = " or ".join(f'"{kind}"' for kind in kinds)
+        yield f'{setting} with {place}.kind = "{engine.kind}": it is for {named}; set "auto"'
+    elif config.cluster.kind == "ray" and engine.kind not in engine.behind_url:
+        yield (
+            f'{setting} with cluster.kind = "ray": an engine in another process of the cluster takes a folder; set '
+            '"auto", or cluster.kind = "processes"'
+        )
+    if engine.transfer == "cuda_ipc" and config.model.device == "cpu":
+        yield f'{setting} with model.device = "cpu": it needs trainer and engine on one GPU; set "auto"'
 
 
 def _refused_cluster(config: TrainConfig) -> Iterator[str]:

@@ -76,6 +76,8 @@ NAMES: dict[str, str] = {
     "seconds/evaluation": "time that the step waited for an evaluation, if there was one",
     "seconds/checkpoint": "time of the checkpoint that was written just before this step, if there was one",
     "seconds/step": "time of the whole step",
+    "sync/share_of_step": "seconds/sync divided by seconds/step",
+    "sync/cuda_ipc": "share of the engines that get new weights by CUDA IPC: through memory of the trainer's GPU",
     "async/trainer_idle": 'share of the step in which the trainer waited for episodes; async/ is for loop = "async"',
     "async/engine_idle": "share of the step in which the engine had no request",
     "async/staleness_mean": "mean age of the trained tokens: version being updated minus version of the token",

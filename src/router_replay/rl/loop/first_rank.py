@@ -109,9 +109,13 @@ class FirstRank:
         if self._recorded is not None:
             self._recorded.refuse_other_model(policy.spec)
             return
-        self._sync = EngineSet(config, policy.model, policy.router_names)
+        self._sync = EngineSet(config, policy.model, policy.router_names, policy.gpu)
         closing.callback(self._sync.close)
         self.engine: Engine = closing.enter_context(self._sync.start(state, policy.spec, progress.version))
+        for words in sorted(set(self._sync.ways.values())):
+            names = [name for name, own in self._sync.ways.items() if own == words]
+            of = "" if len(names) == len(self._sync.ways) else f" of {', '.join(names)}"
+            display.fact(f"new weights{of}: {words}")
         if config.cluster.kind == "ray":
             from router_replay.rl.cluster.routes import keeper
 
@@ -277,6 +281,9 @@ class FirstRank:
             values |= self._stream.figures()
             values |= version_figures(self.episodes, progress.version - 1)
             values["async/trainer_idle"] = seconds["seconds/rollout"] / seconds["seconds/step"]
+        if self._recorded is None:
+            values["sync/cuda_ipc"] = self._sync.by_cuda_ipc
+            values["sync/share_of_step"] = seconds["seconds/sync"] / seconds["seconds/step"]
         values["tokens_per_second"] = values["tokens"] / seconds["seconds/step"]
         values |= self._speed.of_step(self._lengths, seconds, ranks)
         values |= self._evaluated

@@ -83,6 +83,12 @@ class BasePolicy(abc.ABC):
         self.updates = 0
 
     @property
+    def gpu(self) -> int | None:
+        """The number of the GPU that this rank computes on; None for a CPU."""
+        device = self._ranks.device
+        return device.index or 0 if device.type == "cuda" else None
+
+    @property
     @abc.abstractmethod
     def spec(self) -> RouterSpec:
         """The RouterSpec of the whole model."""

@@ -2,9 +2,9 @@
 
 Routers stay in float32 on request.
 
-The embedded engine takes the tensors directly. vLLM in this process reads them from shared memory, and a server reads
-them from a Hugging Face folder. Each tensor is cast and written when it is read, so none of the ways needs a second
-copy of the model.
+The embedded engine takes the tensors directly. vLLM in this process reads them from memory of the GPU that both use, or
+from shared memory, and a server reads them from a Hugging Face folder. Each tensor is cast and written when it is read,
+so none of the ways needs another copy of the model than the one that the engine reads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -25,18 +25,21 @@ from router_replay.engines.lazy_tensors import LazyTensors, like_of
 from router_replay.engines.pieces import pieces_of
 from router_replay.engines.shared_memory import SHARED_MEMORY, own_prefix, roomy, sweep
 from router_replay.engines.types import InFlight
+from router_replay.engines.vllm.client import VllmClient
 from router_replay.errors import ConfigError, EngineError
 from router_replay.rl.config import EngineConfig
 from router_replay.rl.weights.files import write_folder
 from router_replay.rl.weights.fp8 import fp8_rounded
 from router_replay.rl.weights.held import counted
 from router_replay.rl.weights.shared import Segment
+from router_replay.rl.weights.ways import WORDS, Way, first_way, why_not_cuda_ipc
 
 
 class WeightSync:
     """Give an engine each new version of the policy. Only the first rank has this object.
 
-    `routers` are the names of the modules that route; their weights are never rounded to FP8.
+    `routers` are the names of the modules that route; their weights are never rounded to FP8. The attribute `way` says
+    how versions reach the engine.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class WeightSync:
         self._float32_routers = float32_routers
         self._pieces = pieces_of(model)
         self._segment = Segment(self._pieces)
+        self.way: Way = first_way(config)
         wanted = [pathlib.Path(config.weights)] if config.weights else []
         for folder in {SHARED_MEMORY, pathlib.Path(tempfile.gettempdir()), *wanted}:  # all folders a run may use
             sweep(folder)
@@ -86,6 +90,45 @@ class WeightSync:
             ) from error
         return folder
 
+    def prepare(self, engines: Sequence[Engine], state: Mapping[str, torch.Tensor], gpu: int | None) -> str:
+        """Choose the way to these running `engines`, allocate what it takes, and return it in words.
+
+        `state` has the names and shapes of the weights, which are on GPU number `gpu`, or on a CPU if it is None.
+        Raises ConfigError if `engine.transfer` asks for a way that is not possible. Without this call, weights take
+        the way for an engine of which only the settings are known.
+        """
+        asked, inside = self._config.transfer, self._config.kind == "vllm"
+        like, reasons = self.for_engine(state), []
+        if asked == "cuda_ipc" or (asked == "auto" and inside):
+            why_not = why_not_cuda_ipc(engines, gpu) or self._why_not_mapped(engines, like, gpu)
+            if not why_not:
+                self.way = "cuda_ipc"
+                return WORDS[self.way]
+            if asked == "cuda_ipc":
+                raise ConfigError(f'engine.transfer = "cuda_ipc" is not possible: {why_not}. Set it to "auto"')
+            if gpu is not None:
+                reasons.append(f"not {WORDS['cuda_ipc']}: {why_not}")
+        if inside and asked != "folder":
+            try:
+                self._segment.allocate(like)
+            except EngineError as error:
+                if asked == "shared_memory":
+                    raise ConfigError(f'engine.transfer = "shared_memory" is not possible: {error}') from error
+                self.way = "folder"
+                reasons.append(f"not {WORDS['shared_memory']}: {error}")
+        return WORDS[self.way] + (f" ({'; '.join(reasons)})" if reasons else "")
+
+    def _why_not_mapped(self, engines: Sequence[Engine], like: LazyTensors, gpu: int | None) -> str:
+        """Allocate memory of the GPU and let the engines map it. Return why that fails, or an empty text."""
+        try:
+            memory = self._segment.allocate(like, gpu)
+            for engine in engines:
+                cast(VllmClient, engine).check_weights(memory)
+        except EngineError as error:
+            self._segment.close()
+            return str(error)
+        return ""
+
     def push(
         self, engine: Engine, state: Mapping[str, torch.Tensor], version: int, in_flight: InFlight = "abort"
     ) -> None:
@@ -102,11 +145,11 @@ class WeightSync:
         The tensors of an embedded engine are read from `state` while it loads. `as_folder` is for an engine that loads
         them later, or in another process: it takes a folder whatever its kind.
         """
-        kind = "" if as_folder else self._config.kind
-        if kind == "embedded":
+        way: Way = "folder" if as_folder else self.way
+        if way == "tensors":
             return self.for_engine(state)
-        if kind == "vllm" and (segment := self._segment.write(self.for_engine(state))) is not None:
-            return segment
+        if way != "folder" and (memory := self._segment.write(self.for_engine(state))) is not None:
+            return memory
         return str(self.export(state, version))
 
     def remove_older(self, version: int) -> None:
@@ -135,7 +178,7 @@ class WeightSync:
         return LazyTensors(like, read)
 
     def close(self) -> None:
-        """Remove the shared memory and the folder of the weights."""
+        """Free the memory of the weights, and remove their folder. The engine must not read from it any more."""
         self._segment.close()
         self._closing.close()
 

@@ -16,6 +16,7 @@ from router_replay.engines.vllm.plugin.routes import delivery, precision
 from router_replay.engines.vllm.plugin.routes.forcing import ForcedRouting, refuse_unsupported
 from router_replay.engines.vllm.plugin.runner import Step, captures, watch
 from router_replay.engines.vllm.plugin.weights.loader import WeightLoader
+from router_replay.engines.vllm.plugin.weights.sources import gpu_name
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -87,6 +88,7 @@ def report(worker: Any) -> dict[str, Any]:
         "forced_rows": state.forcing.forced_rows if state.forcing is not None else 0,
         "weight_updates": state.updates,
         "weights": state.weights.report(),
+        "gpu": gpu_name(worker.device.index or 0) if worker.device.type == "cuda" else "",
         "captures": captures(worker.vllm_config),
         "delivery": delivery.state(worker.vllm_config),
         "logprobs_mode": str(config.logprobs_mode),

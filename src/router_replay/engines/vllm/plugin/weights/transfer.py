@@ -32,10 +32,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclasses.dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Name the source of the new weights; exactly one of the two fields must be given."""
+    """Name the source of the new weights; exactly one of the fields must be given."""
 
     path: str | None = None
     shared: dict[str, Any] | None = None
+    cuda: dict[str, Any] | None = None
 
     def source(self) -> dict[str, Any]:
         """Return the field that was given, in the form that `open_source` takes."""
