@@ -95,9 +95,10 @@ def main() -> None:
     parser.add_argument("--replay", default="r3", choices=["off", "r2", "r3"])
     parser.add_argument("--engine", default="vllm", choices=["vllm", "embedded"])
     parser.add_argument("--steps", type=int, default=6, help="rollouts, with four updates each")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="out/trl")
     arguments = parser.parse_args()
-    for entry in train(arguments.replay, arguments.engine, arguments.steps, arguments.output):
+    for entry in train(arguments.replay, arguments.engine, arguments.steps, arguments.output, seed=arguments.seed):
         names = ("mismatch/k3", "mismatch/extreme_tau2", "routes/replayed", "routes/live", "reward")
         print("  ".join(f"{name} {entry[name]:.3g}" for name in names))  # noqa: T201
 

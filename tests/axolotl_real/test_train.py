@@ -75,6 +75,8 @@ def test_the_lines_of_the_page_replay_every_row(tmp_path: pathlib.Path) -> None:
         assert float(step["routes/replayed"]) > 0
         assert float(step["routes/live"]) == 0
         assert float(step["mismatch/k3"]) < 1e-6  # both in float32; old weights would be far away in the second step
+        assert float(step["routing/load"]) >= 1
+        assert float(step["routes/agreement"]) > 0.99
     assert float(steps[0]["grad_norm"]) > 0
 
 
@@ -103,7 +105,7 @@ def test_the_plugin_chooses_its_trainer() -> None:
 
 def test_keys_become_arguments_of_the_trainer() -> None:
     assert replay_arguments({}) == {
-        "replay": "r3", "engine": None, "on_missing": "raise", "seeded": True, "weights": "",
+        "replay": "r3", "engine": None, "on_missing": "raise", "seeded": True, "weights": "", "routing_metrics": True,
     }  # fmt: skip
     found = replay_arguments(yaml.safe_load("{router_replay: off, router_replay_engine: json.loads}"))
     assert (found["replay"], found["engine"]) == ("off", json.loads)

@@ -11,6 +11,7 @@ SELECTED = [
     "test_refusals.py::test_this_trl_is_the_one_that_was_tested",
     "test_replay.py::test_the_rows_of_the_loss_are_those_that_the_engine_returned",
     "test_replay.py::test_the_loss_and_the_old_pass_compute_the_same_before_the_first_update",
+    "test_routing.py::test_r3_logs_the_load_of_the_engines_experts_and_how_often_the_routers_agree",
     "test_replay.py::test_r2_replays_the_experts_of_the_old_pass_after_the_weights_have_moved",
     "test_weights.py::test_weights_are_pushed_once_for_each_change",
     "test_weights.py::test_the_reference_is_routed_live[True]",

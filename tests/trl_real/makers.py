@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -13,9 +14,10 @@ from trl import GRPOConfig
 from router_replay.engines import EmbeddedEngine
 from router_replay.engines.types import Completion
 from router_replay.integrations.trl import RouterReplayGRPOTrainer
+from router_replay.integrations.trl.rows import IDS, predicts
 from router_replay.rl.config import tiny_folder
 
-LAYERS, PROMPTS, GROUP, LENGTH = 3, 4, 4, 6
+LAYERS, EXPERTS, PROMPTS, GROUP, LENGTH = 3, 16, 4, 4, 6
 SEQUENCES = PROMPTS * GROUP
 
 
@@ -24,7 +26,7 @@ def model_folder(folder: pathlib.Path) -> str:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=22, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=16, num_experts_per_tok=4, max_position_embeddings=64,
+        num_key_value_heads=2, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=4, max_position_embeddings=64,
         initializer_range=0.2, eos_token_id=1, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -103,6 +105,18 @@ def gap(batch: dict[str, Any], logprobs: torch.Tensor, name: str = "old_per_toke
     """The largest difference between the log-probs of the loss and others of the batch, on sampled tokens."""
     mask = batch["completion_mask"].bool()
     return float((logprobs - batch[name])[mask].abs().max())
+
+
+def rows_of(batch: dict[str, Any]) -> np.ndarray:
+    """The rows [T, L, K] that ride in a batch, of the tokens that predict another one."""
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    return batch[IDS][predicts(mask)].numpy()
+
+
+def imbalance(ids_TLK: np.ndarray) -> np.ndarray:
+    """The load of the busiest expert over the mean, in each layer."""
+    load_LE = np.stack([np.bincount(ids_TLK[:, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)])
+    return load_LE.max(axis=1) / load_LE.mean(axis=1)
 
 
 def weights(made: Any) -> dict[str, torch.Tensor]:

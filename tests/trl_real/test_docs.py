@@ -29,7 +29,7 @@ def test_the_lines_of_the_page_train_with_every_row_replayed(folder: str, tmp_pa
     for entry in entries:
         assert entry["routes/replayed"] > 0
         assert entry["routes/live"] == 0
-    for name in re.findall(r"`((?:routes|mismatch)/\w+)`", PAGE):
+    for name in re.findall(r"`((?:routes|routing|mismatch)/[\w/]+)`", PAGE):
         assert any(name in entry for entry in entries), name
 
 

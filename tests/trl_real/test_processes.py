@@ -42,3 +42,4 @@ def test_two_processes_train_with_one_engine(folder: str, tmp_path: pathlib.Path
     else:
         assert first["routes/old_live"] == about["rows"]
     assert first["mismatch/k3"] > 0
+    assert first["routing/load/layers"] == pytest.approx(about["load"], rel=1e-3)  # of both processes

@@ -9,6 +9,7 @@ import json
 import pathlib
 import sys
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 
@@ -21,6 +22,7 @@ def main(folder: str, output: str, replay: str) -> None:
         per_device_train_batch_size=makers.SEQUENCES // 4, ddp_backend="gloo", max_steps=4,
     )  # fmt: skip
     made.train()
+    rows = [makers.rows_of(batch) for batch, _ in made.seen[:2]]  # of the first rollout
     sums = [float(sum(tensor.double().sum() for tensor in made.model.state_dict().values()))]
     about = {
         "gaps": gather_object([makers.gap(*made.seen[0])]),
@@ -28,6 +30,7 @@ def main(folder: str, output: str, replay: str) -> None:
         "weights": gather_object(sums),
         "engines": gather_object([made.engine is not None]),
         "replayed": gather_object([made.replayer.stats.rows_replayed[0]]),
+        "load": makers.imbalance(np.concatenate(gather_object(rows))).tolist(),
         "log": [entry for entry in made.state.log_history if "routes/live" in entry],
     }
     if made.accelerator.is_main_process:

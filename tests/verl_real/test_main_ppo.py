@@ -134,6 +134,8 @@ def test_two_steps_replay_every_row_and_the_engine_gets_the_weights(tmp_path: pa
         tokens = float(step["global_seqlen/mean"])
         assert float(step["actor/routes/replayed"]) == tokens - PROMPTS * SAMPLES  # the last token has no row
         assert float(step["actor/routes/live"]) == 0
+        assert float(step["actor/routes/agreement"]) > 0.99
+        assert float(step["actor/routing/load"]) >= 1
         assert float(step["actor/grad_norm"]) > 0
         # Both compute in float32. In the second step, old weights in vLLM would give other probabilities.
         assert float(step["training/rollout_probs_diff_max"]) == pytest.approx(0, abs=1e-5)

@@ -16,6 +16,7 @@ from tests.verl_real import tiny
 # isort: split
 from tests.verl_real.ranks import WORLD
 from tests.verl_real.test_engine import CLOSE, largest
+from tests.verl_real.test_routing import imbalance
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -50,6 +51,7 @@ def test_two_ranks_compute_what_one_does(found: tuple[str, list[dict[str, Any]]]
         lengths = tiny.LENGTHS[rank::WORLD]
         assert result["metrics"]["routes/replayed"] == [sum(p + r - 1 for p, r in lengths)]
         assert result["metrics"]["routes/live"] == [0]
+        assert result["metrics"]["routing/load"] == [pytest.approx(imbalance(outputs).mean())]  # of both ranks
         assert torch.equal(*result["recorded and replayed"])
         for key, gradient in gradients.items():
             torch.testing.assert_close(result["gradients"][key], gradient, rtol=1e-4, atol=1e-4)

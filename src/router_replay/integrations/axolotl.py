@@ -36,6 +36,7 @@ class RouterReplayArgs(BaseModel):
     router_replay_on_missing: str = "raise"
     router_replay_seeded: bool = True
     router_replay_weights: str = ""
+    router_replay_routing_metrics: bool = True
 
     @field_validator("router_replay", mode="before")
     @classmethod

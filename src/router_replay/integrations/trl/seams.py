@@ -32,6 +32,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "batch_size",
     ),
     f"{_TRAINER}._compute_loss": ("self", "model", "inputs"),
+    f"{_TRAINER}.log": ("self", "logs", "start_time"),
     f"{_GENERATION}.__init__": ("self", "model", "accelerator", "processing_class", "mode"),
     f"{_GENERATION}._init_vllm": ("self",),
     f"{_GENERATION}.sync_weights": ("self",),
@@ -63,7 +64,7 @@ MENTIONS: dict[str, tuple[str, ...]] = {
         "vllm_importance_sampling_correction",
     ),
     f"{_TRAINER}._prepare_inputs": ("shuffle_sequence_dict", "split_tensor_dict"),
-    f"{_TRAINER}.log": ("_metrics",),
+    f"{_TRAINER}.log": ("_metrics", '"train" if self.model.training else "eval"', "eval_", "clear()"),
 }
 
 

@@ -2,13 +2,14 @@
 
 The way of the rows: the engine returns them with its answers (`generation.py`), `_generate` puts them into the order of
 the batch, and they ride in TRL's batch dict as two tensors, which TRL shuffles and splits with all others (`rows.py`).
-Every pass of the policy goes through `_get_per_token_logps_and_entropies`, which cuts a batch into chunks and calls the
-model for each; there the rows of the chunk are in force.
+Every pass of the policy goes through `_get_per_token_logps_and_entropies`, which calls the model for each chunk of a
+batch; there the rows of the chunk are in force (`chunks.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,9 +20,15 @@ from trl import GRPOConfig, GRPOTrainer
 from router_replay import RouterReplay
 from router_replay.engines.base import Engine
 from router_replay.errors import ConfigError, ReplayError
+from router_replay.integrations.routing import RoutingSums
 from router_replay.integrations.trl import metrics, settings
+from router_replay.integrations.trl.chunks import Chunks, RecordedChunks, ReplayedChunks
 from router_replay.integrations.trl.generation import EngineGeneration
 from router_replay.integrations.trl.rows import BatchRows, Laid, predicts
+from router_replay.replay.stats import Stats
+from router_replay.run_files import PER_LAYER
+
+logger = logging.getLogger(__name__)
 
 
 class RouterReplayGRPOTrainer(GRPOTrainer):
@@ -32,7 +39,8 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
     `routes`, one Routes per sequence. `on_missing` says what happens to a token whose experts are not known: "raise"
     raises ReplayError, "live" lets the router choose. `seeded` draws a seed for each request from `args.seed`; an
     SGLang server without deterministic inference needs False. `weights` is a folder that trainer and engine can both
-    read, for an engine on another machine. All other arguments are those of GRPOTrainer.
+    read, for an engine on another machine. `routing_metrics` measures the load of the experts, and the confidence and
+    the entropy of the routers. All other arguments are those of GRPOTrainer.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
         on_missing: Literal["raise", "live"] = "raise",
         seeded: bool = True,
         weights: str = "",
+        routing_metrics: bool = True,
         **named: Any,
     ) -> None:
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
@@ -64,6 +73,9 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
         self._sequences: list[Laid] = []  # of the newest batch, in its order
         self._rows: BatchRows | None = None  # of the batch whose passes run now
         self._logprobs: torch.Tensor | None = None  # of the policy's last pass
+        self._measures_routing = routing_metrics
+        self._routing = {mode: RoutingSums(self._replayer.spec) for mode in ("train", "eval")}
+        self._scores = False  # whether the passes are those of a new batch, before its first update
         if engine is not None:
             self._use(engine, seeded, weights)
 
@@ -134,7 +146,11 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._rows, before = None, self._replayer.stats
-        output = super()._generate_and_score_completions(inputs)
+        self._scores = True
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._scores = False
         if self.replay == "r3" and self._rows is None:  # there was no old-policy pass
             self._lay_out(_attention(output), output["completion_ids"].size(1))
         if self._rows is not None:
@@ -163,22 +179,20 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
             )
         if self._sequences:  # the first pass over a new batch
             self._lay_out(attention_mask, logits_to_keep)
-        chunks: _Chunks | None = None
+        # Measured once per batch: in the old-policy pass, or in the loss if there is none.
+        first = self._scores == self._has_old_pass
+        gauge = self._routing[self._mode].gauge if first and self._measures_routing else None
+        chunks = Chunks(self._replayer, model, gauge)
         if self._rows is not None:
-            chunks = _Replayed(self._replayer, model, self._rows, agreement=self._measures_agreement())
+            chunks = ReplayedChunks(self._replayer, model, gauge, self._rows, agreement=first and self.replay == "r3")
         elif self.replay == "r2":
-            chunks = _Recorded(self._replayer, model)
+            chunks = RecordedChunks(self._replayer, model, gauge)
         out = super()._get_per_token_logps_and_entropies(
-            chunks or model, input_ids, attention_mask, logits_to_keep, *more, **named
+            chunks, input_ids, attention_mask, logits_to_keep, *more, **named
         )
-        if chunks is not None:
-            self._rows = chunks.rows(len(input_ids))
+        self._rows = chunks.rows(len(input_ids))
         self._logprobs = out[0].detach()
         return out
-
-    def _measures_agreement(self) -> bool:
-        """Measure it once per batch: in the old-policy pass, or in the loss if there is none."""
-        return self.replay == "r3" and (not self._has_old_pass or not torch.is_grad_enabled())
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._rows, before = BatchRows.of_batch(inputs), self._replayer.stats
@@ -191,66 +205,41 @@ class RouterReplayGRPOTrainer(GRPOTrainer):
 
     def _log_pass(self, before: Any, batch: Mapping[str, Any], trained: torch.Tensor | None, prefix: str) -> None:
         """Append the counts of the pass since `before` to TRL's metrics, and the gap of its log-probs if `trained`."""
-        passed = self._replayer.stats.since(before)
-        found = metrics.route_counts(self.accelerator, passed if passed.passes else None, _attention(batch), prefix)
+        passed, routing = self._replayer.stats.since(before), self._routing[self._mode]
+        if not passed.passes:
+            passed = Stats.live(passed.layers, int(predicts(_attention(batch)).sum()))
+        passed = routing.add(metrics.summed(self.accelerator, routing.sums(passed)))
+        replayed, live = float(passed.rows_replayed[0]), float(passed.rows_live[0])
+        found = {f"routes/{prefix}replayed": replayed, f"routes/{prefix}live": live}
         sampled = batch.get("sampling_per_token_logps")
         if trained is not None and sampled is not None:
             found |= metrics.mismatch(self.accelerator, trained, batch, sampled)
         for name, value in found.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+            self._metrics[self._mode][name].append(value)
 
+    # -- the log --------------------------------------------------------------------------------
 
-class _Chunks:
-    """Stands where TRL expects the model, and is called for each chunk of the batch."""
+    @property
+    def _mode(self) -> str:
+        """Under which of TRL's two names the passes are logged that run now."""
+        return "train" if self.model.training else "eval"
 
-    def __init__(self, replayer: RouterReplay, model: Any) -> None:
-        self._replayer, self._model = replayer, model
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what TRL logs, `logs` and its metrics since `start_time`, with the routing metrics since the last call.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class _Replayed(_Chunks):
-    """Replays `rows` in `model`; a checkpointed layer remembers them for its recompute in backward."""
-
-    def __init__(self, replayer: RouterReplay, model: Any, rows: BatchRows, *, agreement: bool) -> None:
-        super().__init__(replayer, model)
-        self._rows, self._agreement, self._done = rows, agreement, 0
-
-    def __call__(self, **inputs: Any) -> Any:
-        tokens, start = inputs["input_ids"], self._done
-        self._done += len(tokens)
-        part = self._rows.part(start, self._done, self._replayer.spec, tokens.device)
-        idle = ~predicts(inputs["attention_mask"]).flatten()
-        with self._replayer.replay(part, on_missing="live", idle=idle, agreement=self._agreement):
-            return self._model(**inputs)
-
-    def rows(self, sequences: int) -> BatchRows:
-        """Return the rows. Raises ReplayError unless they were those of `sequences` sequences."""
-        if not self._done == sequences == len(self._rows.ids):
-            raise ReplayError(
-                f"a pass over {sequences} sequences called the model with {self._done}, and the batch has rows of "
-                f"{len(self._rows.ids)}: expected three equal numbers"
-            )
-        return self._rows
-
-
-class _Recorded(_Chunks):
-    """Records what `model` chooses."""
-
-    def __init__(self, replayer: RouterReplay, model: Any) -> None:
-        super().__init__(replayer, model)
-        self._parts: list[torch.Tensor] = []
-
-    def __call__(self, **inputs: Any) -> Any:
-        with self._replayer.record() as recorded:
-            out = self._model(**inputs)
-        self._parts.append(recorded.tensors.ids.unflatten(0, inputs["input_ids"].shape).cpu())
-        return out
-
-    def rows(self, sequences: int) -> BatchRows:
-        """Return the recorded rows of all chunks."""
-        return BatchRows.recorded(torch.cat(self._parts))
+        Lists with a value per layer are not for the tools that TRL logs to: they stand in `state.log_history` only.
+        """
+        mode = self._mode
+        values, warnings = self._routing[mode].take(self.state.global_step)
+        lists = {name: value for name, value in values.items() if name.endswith(PER_LAYER)}
+        self._metrics[mode].update({name: [value] for name, value in values.items() if name not in lists})
+        super().log(logs, start_time)
+        if lists:
+            before = "" if mode == "train" else "eval_"
+            self.state.log_history[-1].update({before + name: value for name, value in lists.items()})
+        if self.accelerator.is_main_process:
+            for warning in warnings:
+                logger.warning(warning)
 
 
 def _attention(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -12,15 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 from verl.utils import tensordict_utils
+from verl.utils.device import get_device_id
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from router_replay.errors import ReplayError
+from router_replay.integrations.routing import RoutingSums
 from router_replay.integrations.verl import support
 from router_replay.integrations.verl.fields import FIELD, PADDING, MicroBatchRoutes, over_all_layers, width_of
 from router_replay.replay import RouterReplay
 from router_replay.replay.replayable import Recorded
+from router_replay.replay.stats import Stats
+from router_replay.run_files import PER_LAYER
 
 _REMEDY = {
     "R3": "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
@@ -50,6 +55,7 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
             return
         self.replayer = RouterReplay(self.module)
         width_of(self.replayer.spec)
+        self._routing, self._updates = RoutingSums(self.replayer.spec), 0
         if self.rank == 0:
             # printed, because verl's workers log from WARNING on, and Ray shows what they print
             print(f"[router_replay] {self.replay_mode} on {self.replayer}", flush=True)  # noqa: T201
@@ -65,15 +71,32 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
             self._adapter_off = False
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        """Run a mini-batch, and add the counts of its rows to the metrics."""
+        """Run a mini-batch, and add the counts of its rows to the metrics, and those of the routers in an update."""
         if self.replayer is None or self._adapter_off:
             return super().forward_backward_batch(data, loss_function, forward_only)
         before = self.replayer.stats
         output = super().forward_backward_batch(data, loss_function, forward_only)
-        after = self.replayer.stats
-        output["metrics"]["routes/replayed"] = [after.rows_replayed[0] - before.rows_replayed[0]]
-        output["metrics"]["routes/live"] = [after.rows_live[0] - before.rows_live[0]]
+        passed = self.replayer.stats.since(before)
+        output["metrics"]["routes/replayed"] = [passed.rows_replayed[0]]
+        output["metrics"]["routes/live"] = [passed.rows_live[0]]
+        if not forward_only:  # verl drops the metrics of the other passes
+            output["metrics"] |= self._routing_metrics(passed)
         return output
+
+    def _routing_metrics(self, passed: Stats) -> dict[str, list[float]]:
+        """Return the routing metrics of a mini-batch of all ranks, whose counts on this rank are `passed`.
+
+        verl logs the mean over mini-batches, so lists and the ids of layers are left out.
+        """
+        self._updates += 1
+        sums = self._routing.sums(passed).to(get_device_id())
+        torch.distributed.all_reduce(sums)  # over the ranks of Ulysses too: each slot is on one rank
+        self._routing.add(sums)
+        values, warnings = self._routing.take(self._updates)
+        if self.rank == 0:
+            for warning in warnings:
+                print(f"[router_replay] {warning}", flush=True)  # noqa: T201
+        return {name: [value] for name, value in values.items() if not name.endswith((PER_LAYER, "_layer"))}
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool) -> Any:
         """Run a micro-batch in a block of its own. What its backward recomputes uses the routes of this forward."""
@@ -81,8 +104,12 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
             return super().forward_step(micro_batch, loss_function, forward_only)
         # the micro-batch is still on the host here
         routes = MicroBatchRoutes.read(micro_batch, self.replayer.spec)
-        run = self._records if self.replay_mode == "R2" and forward_only else self._replays
-        with run(self.replayer, routes, self._tokens_of_pass(micro_batch)):
+        token_S = self._tokens_of_pass(micro_batch)
+        if self.replay_mode == "R2" and forward_only:
+            block = self._records(self.replayer, routes, token_S)
+        else:
+            block = self._replays(self.replayer, routes, token_S, measured=not forward_only)
+        with block:
             return super().forward_step(micro_batch, loss_function, forward_only)
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
@@ -115,14 +142,19 @@ class FSDPEngineWithRouterReplay(FSDPEngineWithLMHead):
                 self._recording = None
 
     @contextlib.contextmanager
-    def _replays(self, replayer: RouterReplay, routes: MicroBatchRoutes | None, token_S: np.ndarray) -> Iterator[None]:
+    def _replays(
+        self, replayer: RouterReplay, routes: MicroBatchRoutes | None, token_S: np.ndarray, *, measured: bool
+    ) -> Iterator[None]:
         if routes is None:
             raise ReplayError(
                 f"{self.replay_mode} replays {FIELD}, but the batch has none: {_REMEDY[self.replay_mode]}"
             )
         rows, loss, idle = routes.of_pass(token_S)
         if rows.any_captured:
-            with replayer.replay(rows, loss_mask=loss, idle=idle):
+            counted = torch.from_numpy(~idle).to(get_device_id())
+            gauge = replayer.measure(self._routing.gauge, counted) if measured else contextlib.nullcontext()
+            agreement = measured and self.replay_mode == "R3"  # with R2 there is no engine to agree with
+            with gauge, replayer.replay(rows, loss_mask=loss, idle=idle, agreement=agreement):
                 yield
         elif loss.any():
             raise ReplayError(f"{int(loss.sum())} tokens of a micro-batch bear loss, and none has a row in {FIELD}")
