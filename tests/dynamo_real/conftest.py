@@ -21,8 +21,8 @@ from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
 from tests.dynamo_real.processes import Dynamo
 from tests.engines.conftest import (
-    ENVIRONMENT,
     GREEDY,
+    OWN_WORKER,
     SHAPE,
     Checkpoints,
     Sampled,
@@ -127,7 +127,7 @@ def in_process(started: tuple[Dynamo, Dynamo], checkpoints: Checkpoints) -> list
     """What vLLM in one process answers on checkpoint A to 16 greedy requests."""
     from router_replay.engines.vllm.inprocess import VllmEngine
 
-    with environment(**ENVIRONMENT), VllmEngine(checkpoints.a, **SHAPE) as engine:
+    with environment(**OWN_WORKER), VllmEngine(checkpoints.a, **SHAPE) as engine:
         return [one(engine, Request(prompt(seed), GREEDY)) for seed in range(16)]
 
 

@@ -18,7 +18,7 @@ import urllib.request
 from typing import Any
 
 from tests.dynamo_real import environment
-from tests.engines.conftest import ENVIRONMENT, SHAPE
+from tests.engines.conftest import OWN_WORKER, SHAPE
 
 SECONDS = 600  # to start, on a machine that does other work
 WORKER = pathlib.Path(__file__).with_name("worker.py")
@@ -58,7 +58,7 @@ class Dynamo:
         port = free_port()
         worker = self._start(
             f"worker-{len(self.workers)}", [str(WORKER), *arguments], port,
-            DYN_SYSTEM_HOST="127.0.0.1", DYN_SYSTEM_PORT=str(port), **ENVIRONMENT, **variables,
+            DYN_SYSTEM_HOST="127.0.0.1", DYN_SYSTEM_PORT=str(port), **OWN_WORKER, **variables,
         )  # fmt: skip
         self.workers.append(worker)
         return worker

@@ -127,13 +127,24 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def engine(kind: Kind, stub: Stub) -> Iterator[Engine]:
-    with kind.connect(stub.url, timeout=20) as engine:
+    with kind.connect(stub.url, timeout=120) as engine:
         yield engine
 
 
 def one(engine: Engine) -> Completion:
     [completion] = engine.generate([Request(PROMPT, Sampling(max_tokens=3))])
     return completion
+
+
+def patiently(engine: Engine) -> Completion:
+    """An answer of an engine with a short timeout, which a busy machine may miss: it is asked again."""
+    for _ in range(100):
+        try:
+            return one(engine)
+        except EngineError as error:
+            if "did not answer in time" not in str(error):
+                raise
+    raise AssertionError("the engine never answered in time again")
 
 
 def refused(engine: Engine, kind: Kind, stub: Stub, reply: Reply, reason: str) -> None:
@@ -189,7 +200,11 @@ def test_an_honest_answer_is_taken_in_any_pieces(engine: Engine, kind: Kind, stu
 @pytest.mark.parametrize("stream", [nothing, trickle])
 def test_a_server_that_never_ends_its_answer_is_left_in_time(kind: Kind, stub: Stub, stream: Any) -> None:
     with kind.connect(stub.url, timeout=0.5) as engine:
-        refused(engine, kind, stub, Reply(stream=stream), "did not answer in time")
+        stub.answers[kind.generates_by] = Reply(stream=stream)
+        with pytest.raises(EngineError, match="did not answer in time"):
+            one(engine)
+        stub.answers[kind.generates_by] = Reply(kind.answer())
+        assert patiently(engine).token_ids.tolist() == [10, 11, 12]
 
 
 def test_control_calls_do_not_wait_as_long_as_generations(

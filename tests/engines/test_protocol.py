@@ -59,7 +59,7 @@ def running(engine: Engine, server: FakeServer, request: Request) -> concurrent.
 def test_requests_end_with_the_versions_that_sampled_their_tokens(engine: Engine, server: FakeServer) -> None:
     flying = running(engine, server, Request(PROMPT, FOUR))
     server.finish()
-    [completion] = flying.result(10)
+    [completion] = flying.result(120)
     assert (completion.token_ids - FIRST_TOKEN).tolist() == completion.versions.tolist() == [0] * 4
 
 
@@ -69,19 +69,19 @@ def test_an_abort_of_an_unknown_id_gives_nothing(engine: Engine, server: FakeSer
     assert engine.abort(["nobody"]) == []
     assert not flying.done()
     server.finish()
-    assert flying.result(10)[0].finish_reason == "length"
+    assert flying.result(120)[0].finish_reason == "length"
 
 
 def test_a_request_that_was_submitted_while_paused_is_aborted_by_an_update(engine: Engine, server: FakeServer) -> None:
     engine.pause()
     flying = submitted(engine, Request(PROMPT, FOUR))
     engine.update_weights("/weights/1", 1, "abort")
-    [completion] = flying.result(10)
+    [completion] = flying.result(120)
     assert (completion.finish_reason, len(completion.token_ids)) == ("abort", 0)
     later = submitted(engine, Request(PROMPT, FOUR))
     engine.resume()
     server.run_freely()
-    assert set(later.result(10)[0].versions) == {1}
+    assert set(later.result(120)[0].versions) == {1}
 
 
 @pytest.mark.parametrize("bad", [Request(()), Request((5, 6), start=2), Request(PROMPT, id="twin"), "text"])
@@ -102,13 +102,13 @@ def test_a_pause_settles_what_came_before_and_holds_what_comes_after(
         eventually(lambda: not engine._open)  # type: ignore[attr-defined]
         assert not pausing.done()
         server.finish()
-    pausing.result(10)
-    assert flying.result(10)[0].finish_reason == ("abort" if in_flight == "abort" else "length")
+    pausing.result(120)
+    assert flying.result(120)[0].finish_reason == ("abort" if in_flight == "abort" else "length")
     later = submitted(engine, Request(PROMPT, FOUR))
     server.run_freely()
     assert not later.done()
     engine.resume()
-    assert later.result(10)[0].finish_reason == "length"
+    assert later.result(120)[0].finish_reason == "length"
 
 
 def test_an_update_that_waits_lets_those_at_the_gate_of_another_finish_first(
@@ -123,9 +123,9 @@ def test_an_update_that_waits_lets_those_at_the_gate_of_another_finish_first(
     eventually(lambda: engine._pending == 2)  # type: ignore[attr-defined]
     server.run_freely()
     for update in (first, second):
-        update.result(10)
-    assert set(flying.result(10)[0].versions) == {0}
-    assert set(between.result(10)[0].versions) == {1}
+        update.result(120)
+    assert set(flying.result(120)[0].versions) == {0}
+    assert set(between.result(120)[0].versions) == {1}
     assert engine.version == 2
 
 
@@ -136,7 +136,7 @@ def test_a_spoilt_answer_is_an_error_of_its_request_alone(engine: Engine, server
     with pytest.raises(EngineError):
         engine.generate([Request(PROMPT, FOUR)])
     server.finish()
-    assert flying.result(10)[0].finish_reason == "length"
+    assert flying.result(120)[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("kind", ["vllm_http", "sglang"])
@@ -145,7 +145,7 @@ def test_a_request_that_is_kept_says_where_the_weights_changed(kind: str) -> Non
         flying = running(engine, server, Request(PROMPT, FOUR))
         engine.update_weights("/weights/3", 3, "keep")
         server.finish()
-        [completion] = flying.result(10)
+        [completion] = flying.result(120)
         assert completion.versions.tolist() == [0, 0, 3, 3]
         assert (completion.token_ids - FIRST_TOKEN).tolist() == [0, 0, 3, 3]
         assert completion.routes.versions.tolist() == [0] * 5 + [3, 3]

@@ -50,7 +50,7 @@ def together(folder: str) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=300) for process in processes] == [0, 0]
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

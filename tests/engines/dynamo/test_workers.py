@@ -37,7 +37,7 @@ def test_an_abort_names_each_sample_until_it_ends(engine: DynamoEngine, stub: St
         return OK
 
     def complete(_: Any) -> Reply:
-        enough.wait(10)
+        enough.wait(120)
         return answer(finish_reason="stop")
 
     stub.answers |= {"/engine/abort_request": abort, COMPLETIONS: complete}
@@ -45,20 +45,20 @@ def test_an_abort_names_each_sample_until_it_ends(engine: DynamoEngine, stub: St
     thread, landed = in_flight(engine, request, lambda: len(stub.bodies(COMPLETIONS)) == 2)
     names = {headers["x-dynamo-request-id"] for headers in stub.headers if "x-dynamo-request-id" in headers}
     partial = engine.abort(["mine"])
-    thread.join(10)
+    thread.join(120)
     assert set(told) == names
     assert [(sample.finish_reason, len(sample.token_ids)) for sample in partial] == [("abort", 3)] * 2
     assert landed == partial
 
 
 def test_without_workers_an_abort_closes_the_connection(stub: Stub) -> None:
-    with DynamoEngine(stub.url, SPEC, timeout=20) as engine:
+    with DynamoEngine(stub.url, SPEC, timeout=120) as engine:
         stub.asked.clear()
-        stub.answers[COMPLETIONS] = Reply(answer().body, seconds=10)
+        stub.answers[COMPLETIONS] = Reply(answer().body, seconds=60)
         request = Request(PROMPT, Sampling(max_tokens=3, n=2, ignore_eos=True), id="mine")
         thread, landed = in_flight(engine, request, lambda: len(stub.bodies(COMPLETIONS)) == 2)
         partial = engine.abort(["mine"])
-        thread.join(10)
+        thread.join(120)
         assert [(sample.finish_reason, len(sample.token_ids)) for sample in partial] == [("abort", 0)] * 2
         assert landed == partial
 
@@ -67,7 +67,7 @@ def test_the_plugin_keeps_the_tokens_of_an_aborted_request(whole: DynamoEngine, 
     ended = threading.Event()
 
     def generate(_: Any) -> Reply:
-        ended.wait(10)
+        ended.wait(120)
         return generated(finish_reason="stop")
 
     def route(body: Any) -> Reply:
@@ -80,7 +80,7 @@ def test_the_plugin_keeps_the_tokens_of_an_aborted_request(whole: DynamoEngine, 
     thread, _ = in_flight(whole, request, lambda: len(stub.bodies(GENERATE)) == 1)
     [name] = [headers["x-dynamo-request-id"] for headers in stub.headers if "x-dynamo-request-id" in headers]
     [partial] = whole.abort(["mine"])
-    thread.join(10)
+    thread.join(120)
     assert plugin.asked[0] == {"method": "abort", "request_ids": [name]}
     assert (partial.finish_reason, len(partial.token_ids), len(partial.routes)) == ("abort", 3, 6)
 
@@ -111,7 +111,7 @@ def test_a_kept_request_has_two_versions(whole: DynamoEngine, stub: Stub, plugin
     swapped = threading.Event()
 
     def generate(_: Any) -> Reply:
-        swapped.wait(10)
+        swapped.wait(120)
         return generated(3)
 
     stub.answers[GENERATE] = generate
@@ -120,7 +120,7 @@ def test_a_kept_request_has_two_versions(whole: DynamoEngine, stub: Stub, plugin
     plugin.progress = {f"{name}-0a1b2c3d": 5, "another": 9}
     whole.update_weights("/weights/1", version=1, in_flight="keep")
     swapped.set()
-    thread.join(10)
+    thread.join(120)
     [completion] = landed
     assert completion.versions.tolist() == [0, 0, 1]
     assert completion.routes.versions.tolist() == [0, 0, 0, 0, 0, 1]
@@ -136,7 +136,7 @@ def test_the_request_of_a_dead_worker_is_sent_again_unless_weights_changed(
     def generate(_: Any) -> Reply:
         if len(stub.bodies(GENERATE)) > 1:
             return generated(3)
-        dead.wait(10)
+        dead.wait(120)
         return Reply({"message": "Service temporarily unavailable", "code": 503}, 503)
 
     stub.answers[GENERATE] = generate
@@ -156,7 +156,7 @@ def test_the_request_of_a_dead_worker_is_sent_again_unless_weights_changed(
         plugin.progress = {f"{name}-0a1b2c3d": 5}
         whole.update_weights("/weights/1", version=1, in_flight="keep")
     dead.set()
-    thread.join(10)
+    thread.join(120)
     if keep:
         assert "a worker died" in said[0]
     else:

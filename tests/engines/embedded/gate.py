@@ -28,11 +28,11 @@ class Gate:
     def _after(self, *_: Any) -> None:
         if self.left == 0:
             self.reached.set()
-            assert self.opened.wait(20)
+            assert self.opened.wait(120)
         self.left -= 1
 
     def then(self, *commands: Callable[[], Any]) -> list[concurrent.futures.Future[Any]]:
-        assert self.reached.wait(20)
+        assert self.reached.wait(120)
         futures = []
         for command in commands:
             waiting = len(self.engine._commands)

@@ -60,5 +60,5 @@ class Background:
             self.error = error
 
     def join(self) -> None:
-        self._thread.join(10)
+        self._thread.join(120)
         assert not self._thread.is_alive()

@@ -73,7 +73,7 @@ def test_a_dead_server(stub: Stub) -> None:
 
 def test_a_slow_server(stub: Stub) -> None:
     with SglangEngine(stub.url, SPEC, timeout=0.3) as engine:
-        stub.answers["/generate"] = Reply(answer().body, seconds=5)
+        stub.answers["/generate"] = Reply(answer().body, seconds=60)
         with pytest.raises(EngineError, match="did not answer in time"):
             one(engine)
     assert len(stub.bodies("/generate")) == 1
@@ -113,7 +113,7 @@ def test_one_bad_request_does_not_spoil_the_others(engine: SglangEngine, stub: S
 
 
 def test_a_closed_engine(engine: SglangEngine, stub: Stub) -> None:
-    stub.answers["/generate"] = Reply(answer().body, seconds=5)
+    stub.answers["/generate"] = Reply(answer().body, seconds=60)
     flying = Background(engine, Request(PROMPT, Sampling(max_tokens=3)))
     eventually(lambda: len(stub.bodies("/generate")) == 1)
     engine.close()

@@ -67,7 +67,7 @@ def test_wait_lets_them_end_and_an_abort_ends_the_wait(engine: SglangEngine, stu
     eventually(lambda: not engine._open)
     assert not stub.bodies("/update_weights_from_disk")
     assert [partial.finish_reason for partial in engine.abort(["mine"])] == ["abort"]
-    updating.join(10)
+    updating.join(120)
     flying.join()
     assert engine.version == 1
 
@@ -94,7 +94,7 @@ def test_an_abort_does_not_wake_a_server_that_is_loading(engine: SglangEngine, s
     loaded = threading.Event()
 
     def load(body: dict[str, Any]) -> Reply:
-        assert loaded.wait(5)
+        assert loaded.wait(120)
         return Reply({"success": True, "message": ""})
 
     stub.answers["/update_weights_from_disk"] = load
@@ -109,7 +109,7 @@ def test_an_abort_does_not_wake_a_server_that_is_loading(engine: SglangEngine, s
     assert not stub.bodies("/continue_generation")
     loaded.set()
     for thread in (updating, aborting):
-        thread.join(10)
+        thread.join(120)
     flying.join()
     assert flying.landed[0].finish_reason == "abort"
 
@@ -119,7 +119,7 @@ def test_keep_loads_without_a_flush(engine: SglangEngine, stub: Stub) -> None:
     loaded = threading.Event()
 
     def generate(body: dict[str, Any]) -> Reply:
-        loaded.wait(5)
+        loaded.wait(120)
         return answer(weight_versions=spans(("default", 1), ("1", 3)))
 
     stub.answers["/generate"] = generate

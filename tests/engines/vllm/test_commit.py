@@ -249,7 +249,7 @@ def test_blocks_are_written_without_a_thread() -> None:
     background = BackgroundBlockObjectStore(inner, max_pending_batches=2)
     worker = types.SimpleNamespace()
     commit.writing(lambda made: setattr(made, "_store", background))(worker)
-    background._thread.join(10)
+    background._thread.join(120)
     assert not background._thread.is_alive()
     worker._store.put([BlockObject("a", b"rows")])
     assert worker._store.get_concatenated(["a"]) == b"rows"

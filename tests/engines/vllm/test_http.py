@@ -232,7 +232,7 @@ def test_an_abort_names_the_request_as_the_server_does(
     ended = threading.Event()
 
     def aborted(_: Any) -> Reply:
-        ended.wait(10)
+        ended.wait(120)
         return Reply(answer(finish_reason="abort"))
 
     async def work(engine: Engine) -> list[Completion]:
@@ -405,7 +405,7 @@ def test_an_answer_that_breaks_off_is_no_sample(fake: Stub) -> None:
 
 def test_a_server_that_is_too_slow(fake: Stub) -> None:
     with VllmHttpEngine(fake.url, spec=SPEC, timeout=0.5) as engine:
-        fake.answers["/inference/v1/generate"] = Reply(choice(), seconds=5)
+        fake.answers["/inference/v1/generate"] = Reply(choice(), seconds=60)
         with pytest.raises(EngineError, match="did not answer in time"):
             one(engine, REQUEST)
 

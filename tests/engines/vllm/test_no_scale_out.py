@@ -18,8 +18,8 @@ from router_replay.engines.vllm.serve import MODULE, plugin_environment
 from router_replay.engines.vllm.token_routes import GENERATE
 from router_replay.engines.vllm.versions import installed_version, numbers_of
 from tests.engines.conftest import (
-    ENVIRONMENT,
     GREEDY,
+    OWN_WORKER,
     PROMPT_TOKENS,
     Checkpoints,
     Server,
@@ -39,7 +39,7 @@ def server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         pytest.skip("every server of this vLLM has the route for token ids")
     command = [sys.executable, "-m", MODULE, "--model", checkpoints.a, "--enable-return-routed-experts"]
     command += ["--logprobs-mode", "processed_logprobs"]
-    variables = {**os.environ, **ENVIRONMENT, **plugin_environment({}, installed_version())}
+    variables = {**os.environ, **OWN_WORKER, **plugin_environment({}, installed_version())}
     server = start_command(command, tmp_path_factory.mktemp("no_scale_out") / "log", variables)
     yield server
     server.kill()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.engines.conftest import ENVIRONMENT, SHAPE, Checkpoints
+from tests.engines.conftest import OWN_WORKER, SHAPE, Checkpoints
 
 # vLLM waits 5 s by default. The worker sleeps longer, then the engine core has to remove the memory between the two.
 LATE_SECONDS = 7
@@ -50,7 +50,7 @@ def test_an_engine_whose_worker_ends_late_leaves_no_shared_memory(checkpoints: C
     shape = repr({**SHAPE, "use_tqdm_on_load": False})
     done = subprocess.run(
         [sys.executable, str(script), checkpoints.a, str(LATE_SECONDS), shape],
-        env={**os.environ, **ENVIRONMENT, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        env={**os.environ, **OWN_WORKER, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
     )

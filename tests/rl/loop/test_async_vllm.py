@@ -26,10 +26,13 @@ def test_vllm_trains_beside_its_rollouts(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "router_replay.cli", "train", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert b"new weights: by shared memory\n" in done.stdout
     lines = read_metrics(tmp_path / "run")
     assert [line["episodes/trained"] for line in lines] == [12, 24, 36, 48]
     for line in lines:
         assert line["routes/live"] == 0
+        assert line["sync/cuda_ipc"] == 0
+        assert line["sync/share_of_step"] == line["seconds/sync"] / line["seconds/step"]
         assert line["async/staleness_max"] <= 2
         counts = {name: value for name, value in line.items() if name.startswith("episodes/")}
         assert 2 * counts["episodes/admitted"] == sum(counts.values())

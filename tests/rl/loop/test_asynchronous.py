@@ -118,7 +118,7 @@ def test_two_processes_share_an_asynchronous_run(settings: list[str], tmp_path: 
         [*command, "-m", "router_replay.cli", "train", *arguments],
         env=environment,
         capture_output=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]

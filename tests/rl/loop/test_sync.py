@@ -86,7 +86,7 @@ def test_two_processes_do_what_one_does(
     arguments = [part for setting in [*settings, *common, *more, f"output={together}"] for part in ("--set", setting)]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "router_replay.cli"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    subprocess.run([sys.executable, *command, "train", *arguments], env=environment, check=True, timeout=180)
+    subprocess.run([sys.executable, *command, "train", *arguments], env=environment, check=True, timeout=600)
     for a, b in zip(read_metrics(alone), read_metrics(together), strict=True):
         assert a["reward"] == b["reward"]
         for name in ("loss", "grad_norm", "entropy", "ppo_kl"):
@@ -269,7 +269,7 @@ def test_what_fails_on_the_first_rank_ends_the_others_too(
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "train", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, check=False, timeout=180, capture_output=True, text=True
+        [sys.executable, *command], env=environment, check=False, timeout=600, capture_output=True, text=True
     )
     assert done.returncode
     assert "the engine is gone" in done.stderr
@@ -335,7 +335,7 @@ class Slow(EmbeddedEngine):
         wanted: list[Request] = list(requests)
         if self.version == 1:
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            time.sleep(5)
+            time.sleep(600)  # the signal ends it
         return super().generate(wanted)
 
 

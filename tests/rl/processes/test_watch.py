@@ -34,7 +34,7 @@ def command_of(settings: list[str], tmp_path: pathlib.Path, code: str) -> list[s
 def run(settings: list[str], tmp_path: pathlib.Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = command_of(settings, tmp_path, code)
-    return subprocess.run(command, env=environment, check=False, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, check=False, timeout=600, capture_output=True, text=True)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -25,7 +25,7 @@ def run(settings: list[str], processes: int, *more: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     subprocess.run(
         [sys.executable, *command, "-m", "router_replay.cli", "train", "--resume", *arguments],
-        env=environment, check=True, timeout=300,
+        env=environment, check=True, timeout=600,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def found(random_model: Folder, tmp_path_factory: pytest.TempPathFactory) -> Fol
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     worker = ["-m", "tests.rl.weights.lending_worker", str(random_model), str(folder)]
-    subprocess.run([sys.executable, *command, *worker], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, *command, *worker], env=environment, check=True, timeout=600)
     return folder
 
 
