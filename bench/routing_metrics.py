@@ -10,7 +10,6 @@ is smaller still.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from bench.replay import time_rounds
-from bench.train import planned, sampled, settings
+from bench.train import planned, read_options, sampled, settings
 from bench.verdicts import Share
 from router_replay.replay.gauge import RouterGauge
 from router_replay.replay.router_scores import figures_of
@@ -35,14 +34,7 @@ LIMIT = 1.015
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--digits", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4096, help="slots of a packed pass")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as output:
         config = settings(arguments, "r3", output)

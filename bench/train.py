@@ -41,6 +41,18 @@ LIMITS = {"cuda": 1.03, "cpu": 1.05}  # off against off differs by up to 3 % on 
 MODES = ("off", "off again", "r2", "r3")
 
 
+def read_options(description: str | None) -> argparse.Namespace:
+    """Return the command-line options of the workload, whose --help shows `description`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--digits", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096, help="slots of a packed pass")
+    parser.add_argument("--rounds", type=int, default=15)
+    return parser.parse_args()
+
+
 def settings(arguments: argparse.Namespace, mode: str, output: str) -> TrainConfig:
     return load_config(
         None,
@@ -94,14 +106,7 @@ def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--digits", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4096, help="slots of a packed pass")
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as output:
         configs = {mode: settings(arguments, mode, output) for mode in MODES}
