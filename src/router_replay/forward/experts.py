@@ -67,8 +67,7 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (place_S,) = ctx.saved_tensors
-        grad_SH = grads[0]
-        return grad_SH.index_select(0, place_S).view(-1, ctx.slots, grad_SH.shape[-1]).sum(1), None, None, None
+        return _sum_of_pairs(grads[0], place_S.view(-1, ctx.slots)), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -78,12 +77,36 @@ class _FromExperts(torch.autograd.Function):
     def forward(ctx: Any, out_SH: Tensor, weights_TK: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
         ctx.save_for_backward(out_SH, weights_TK, order_S, place_S)
         out_TKH = out_SH.index_select(0, place_S).view(*weights_TK.shape, out_SH.shape[-1])
-        return (out_TKH * weights_TK.unsqueeze(-1)).sum(1)
+        return _times(out_TKH, weights_TK.unsqueeze(-1)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         out_SH, weights_TK, order_S, place_S = ctx.saved_tensors
         grad_SH = grads[0].index_select(0, order_S // weights_TK.shape[-1])
-        grad_out_SH = (grad_SH * weights_TK.reshape(-1)[order_S].unsqueeze(-1)).to(out_SH.dtype)
-        grad_weights_S = (grad_SH * out_SH).sum(-1)[place_S]
+        grad_weights_S = _dots(grad_SH, out_SH).index_select(0, place_S)
+        weights_S1 = weights_TK.reshape(-1).index_select(0, order_S).unsqueeze(-1)
+        grad_out_SH = _times(grad_SH, weights_S1).to(out_SH.dtype)
         return grad_out_SH, grad_weights_S.view(weights_TK.shape).to(weights_TK.dtype), None, None
+
+
+# The pairs of all tokens are the largest tensors of a layer. On a CPU most of the time goes into allocating and
+# writing them, so nothing of that size is written that need not be.
+
+
+def _times(own: Tensor, factors: Tensor) -> Tensor:
+    """Return `own` times `factors`; `own` belongs to the caller and is overwritten where the product has its dtype."""
+    return own.mul_(factors) if own.dtype == factors.dtype else own * factors
+
+
+def _dots(left_SH: Tensor, right_SH: Tensor) -> Tensor:
+    """Return the dot product of each pair of rows, [S]."""
+    if left_SH.is_cuda or left_SH.dtype != right_SH.dtype:
+        return (left_SH * right_SH).sum(-1)
+    return torch.bmm(left_SH.unsqueeze(1), right_SH.unsqueeze(2)).view(-1)
+
+
+def _sum_of_pairs(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
+    """Return for each token the sum of the rows at its places, [T, H]."""
+    if rows_SH.is_cuda:
+        return rows_SH.index_select(0, place_TK.reshape(-1)).view(*place_TK.shape, -1).sum(1)
+    return torch.nn.functional.embedding_bag(place_TK, rows_SH.contiguous(), mode="sum")
