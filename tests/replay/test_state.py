@@ -41,19 +41,19 @@ def test_a_plan_begins_at_the_first_token_with_nothing_counted() -> None:
 
 def test_a_plan_moves_with_all_it_has() -> None:
     bare, full = plan(), plan(agree_L=torch.zeros(2), live_LTK=torch.zeros(2, 3, 2), compiled_passes=torch.zeros(1))
-    full.live_T1 = torch.zeros(3, 1, dtype=torch.bool)
+    full.live_T1, full.captured_T = torch.zeros(3, 1, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
     for made in (bare, full):
         made.move(torch.device("meta"))
         assert made.ids_TLK.device.type == "meta"
-    assert (bare.live_T1, bare.agree_L, bare.compiled_passes) == (None, None, None)
-    moved = full.live_T1, full.agree_L, full.live_LTK, full.compiled_passes
+    assert (bare.live_T1, bare.captured_T, bare.agree_L, bare.compiled_passes) == (None,) * 4
+    moved = full.live_T1, full.captured_T, full.agree_L, full.live_LTK, full.compiled_passes
     assert {tensor.device.type for tensor in moved} == {"meta"}
 
 
 def test_agreement_counts_equal_sets_after_the_pass_and_no_missing_row() -> None:
     """The second row is missing: its ids are no recorded ones, even if they equal the live choice."""
     made = plan(agree_L=torch.zeros(2, dtype=torch.int64), live_LTK=torch.zeros(2, 3, 2, dtype=torch.uint8))
-    made.live_T1 = torch.tensor([[False], [True], [False]])
+    made.captured_T = torch.tensor([True, False, True])
     for number, live in enumerate((made.column(Column(0)).flip(1), made.column(Column(1)) + 1)):
         made.compare(Column(number), live)
     assert made.agree_L is not None

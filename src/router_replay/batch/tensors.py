@@ -21,7 +21,8 @@ class TensorRoutes:
     """Routes on a device: `ids` [T, L, K] in the narrow dtype, `captured` [T] bool.
 
     `all_captured` and `any_captured` are stored on the host, so that a replay never waits for the device. If
-    `any_captured` is not given, it is read from the device once, at construction.
+    `any_captured` is not given, it is read from the device once, at construction. `completed` says that rows which are
+    not captured hold experts too: those that an earlier pass chose for them.
     """
 
     ids: torch.Tensor
@@ -29,6 +30,7 @@ class TensorRoutes:
     spec: RouterSpec
     all_captured: bool
     any_captured: bool | None = None
+    completed: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = len(self.ids), (len(self.spec.layers), self.spec.top_k)
@@ -151,6 +153,14 @@ class LocalTensors:
     def routes(self) -> TensorRoutes | None:
         """The rows of this rank's slots, or None if the batch has no routes."""
         return None if self._rows is None else TensorRoutes.from_routes(self._rows, self.device)
+
+    def complete(self, ids: torch.Tensor) -> None:
+        """Keep `ids` [T, L, K], the experts that a pass with these routes used: the captured ones and its own choice.
+
+        Later passes then use this choice for the missing rows instead of choosing again.
+        """
+        if self.routes is not None:
+            self.routes = dataclasses.replace(self.routes, ids=ids, completed=True)
 
     def _mine(self, name: str) -> torch.Tensor:
         place = self._place

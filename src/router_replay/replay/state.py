@@ -39,8 +39,8 @@ CANNOT_PROVE = (
 class Plan:
     """Holds the routes of one replay block, on the model's device in their narrow dtype.
 
-    `live_T1` is True where a row is missing; None means that no row is missing. This decides once whether layers
-    need their live choice, so that no layer has to read from the device.
+    `live_T1` is True where the router chooses, because a row is missing; None means nowhere. This decides once whether
+    layers need their live choice, so that no layer has to read from the device.
     """
 
     ids_TLK: Tensor
@@ -49,6 +49,7 @@ class Plan:
     rows_live: int | Tensor
     start: int = 0  # how many tokens the KV cache holds before the token of the first row
     from_host: bool = False  # came as numpy: moves to the device of the pass (unknown with offloaded parameters)
+    captured_T: Tensor | None = None  # the rows that agreement is about; None means all
     agree_L: Tensor | None = None  # captured rows that equal the live choice as sets, all passes; None: not requested
     live_LTK: Tensor | None = None  # the live choice in the current pass, to be compared after it
     passes: int = 0
@@ -75,11 +76,12 @@ class Plan:
             live_LTK = torch.zeros(shape, dtype=signed(tensors.ids).dtype, device=where)
         return cls(
             ids_TLK=tensors.ids,
-            live_T1=None if rows.all_captured else ~tensors.captured.unsqueeze(-1),
+            live_T1=None if rows.all_captured or tensors.completed else ~tensors.captured.unsqueeze(-1),
             rows_replayed=counts[0],
             rows_live=counts[1],
             start=start,
             from_host=isinstance(rows, RouteSource),
+            captured_T=tensors.captured if agreement and not rows.all_captured else None,
             agree_L=torch.zeros(layers, dtype=torch.int64, device=where) if agreement else None,
             live_LTK=live_LTK,
             compiled_passes=torch.zeros((), dtype=torch.int64, device=where),
@@ -92,6 +94,7 @@ class Plan:
         """Move all tensors to `device`."""
         self.ids_TLK = self.ids_TLK.to(device)
         self.live_T1 = None if self.live_T1 is None else self.live_T1.to(device)
+        self.captured_T = None if self.captured_T is None else self.captured_T.to(device)
         self.agree_L = None if self.agree_L is None else self.agree_L.to(device)
         self.live_LTK = None if self.live_LTK is None else self.live_LTK.to(device)
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
@@ -127,8 +130,8 @@ class Plan:
             some = slice(first, min(first + at_once, layers.stop))
             same_lTKK = ids_LTK[some].unsqueeze(-1) == self.live_LTK[some].unsqueeze(-2)
             same_lT = same_lTKK.any(-1).all(-1)
-            if self.live_T1 is not None:
-                same_lT = same_lT & ~self.live_T1.reshape(1, -1)
+            if self.captured_T is not None:
+                same_lT = same_lT & self.captured_T
             self.agree_L[some] += same_lT.sum(1)
 
 

@@ -95,6 +95,26 @@ def test_r2_replays_the_scoring_pass_also_after_the_weights_changed(make: Callab
     assert not live.same_sets(first)  # so the equality above was replay's doing
 
 
+def test_the_update_of_r3_uses_the_scoring_passs_experts_in_missing_rows(make: Callable[..., Policy]) -> None:
+    """Otherwise the ratio of new to old log-probs would hold a change of experts."""
+    policy = make("replay=r3", "rollout.on_missing=live", "optimizer.lr=1.0")
+    mini = mini_batch(policy, "live", missing=3)
+    with policy.replayer.record() as scoring:
+        scored = policy.score(mini)
+    for _ in range(2):  # the second update starts from other weights
+        with policy.replayer.record() as updating:
+            policy.update(mini, scored)
+        assert np.array_equal(updating.routes.ids, scoring.routes.ids)
+    counts = policy.route_counts()
+    assert set(counts.rows_live) == {3 * 3}  # a missing row is counted as live in all three passes
+    assert counts.agreement is not None
+    assert max(counts.agreement) < 0.5  # of the captured rows only, which are random
+    with policy.replayer.record() as live:
+        policy.model(input_ids=mini.micro[0].to_torch("cpu").token_ids[None])
+    missing = ~mini.micro[0].routes.captured  # type: ignore[union-attr]
+    assert not np.array_equal(live.routes.ids[missing], scoring.routes.ids[missing])  # the weights did change
+
+
 def test_the_age_of_each_token_reaches_the_loss(make: Callable[..., Policy]) -> None:
     policy = make("replay=r3", "loss.age_weight=0")  # only tokens of the version that is updated count
     aged = [dataclasses.replace(one, versions=np.full(len(one), 4)) for one in samples(policy)]

@@ -123,9 +123,11 @@ class Policy(BasePolicy):
             routes = micro if self._config.replay == "r3" else None
         elif self._config.replay == "r3":
             routes = micro
-            agreement = self._config.trainer.agreement
-            with self._measured(micro), self._replaying(micro, routes, agreement=agreement):
-                old = self._logprobs(micro)
+            with self._measured(micro), self.replayer.record() as recording:
+                with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
+                    old = self._logprobs(micro)
+            # The update uses these experts for missing rows too, so that old and new log-probs share all routing.
+            micro.to_torch(self._ranks.device).complete(recording.tensors.ids)
         else:
             with self._measured(micro), self.replayer.record() as recording, self._replaying(micro, None):
                 old = self._logprobs(micro)
