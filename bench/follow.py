@@ -9,7 +9,8 @@ the round. "replay again" shows what the method cannot tell apart, and bench.ver
 
 The store holds more sequences than the batch, and nothing is kept from pass to pass: every pass reads its tokens, finds
 each sequence and lays out its rows. On the CPU, the figures are CPU time of the one thread, which other work on the
-machine lengthens less.
+machine lengthens less. The last line of a layout is the part of a followed step in which this happens; a GPU waits
+meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from bench.replay import make_model, time_rounds
 from bench.verdicts import Share, verdict
 from router_replay import RouterReplay, Routes, RouteStore, Sample, logprobs, pack
+from router_replay.replay.follow import Following
 
 LIMIT = 1.02
 OTHERS = 256  # sequences in the store that the batch does not use
@@ -116,6 +118,17 @@ def main() -> int:
         return run
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    finding, plan_for = list[float](), Following.plan_for
+
+    def timed_plan(*arguments: Any) -> Any:
+        begin = clock()
+        try:
+            return plan_for(*arguments)
+        finally:
+            finding.append(clock() - begin)
+
+    Following.plan_for = timed_plan  # type: ignore[method-assign]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(
         f"\nForward + backward, {count} sequences of {length} tokens, {len(store)} stored, {where}, {rounds} rounds\n"
@@ -128,13 +141,17 @@ def main() -> int:
     ]
     for layout, step, routes in layouts:
         modes = {"replay": replayed(step, routes), "replay again": replayed(step, routes), "follow": followed(step)}
-        seconds = time_rounds(modes, rounds, wait, time.perf_counter if device == "cuda" else time.process_time)
+        finding.clear()
+        seconds = time_rounds(modes, rounds, wait, clock)
         ratios = {
             name: statistics.median(a / b for a, b in zip(taken, seconds["replay"], strict=True))
             for name, taken in seconds.items()
         }
         for name, taken in seconds.items():
             print(f"| {layout} | {name} | {statistics.median(taken) * 1e3:.1f} | {ratios[name]:.4f}x |")
+        found_in = statistics.median(finding)
+        part = found_in / statistics.median(seconds["follow"])
+        print(f"| {layout} | of follow, to find the rows | {found_in * 1e3:.2f} | {part:.4f} of follow |")
         share, same = (Share.of(seconds["replay"], seconds[name]) for name in ("follow", "replay again"))
         verdicts[layout] = verdict(share, 1 / LIMIT, same)
     print(f"\nfollow costs at most {LIMIT}x of replay on the same tokens:")

@@ -123,9 +123,9 @@ class Policy(BasePolicy):
             routes = micro if self._config.replay == "r3" else None
         elif self._config.replay == "r3":
             routes = micro
-            with self._measured(micro), self.replayer.record() as recording:
-                with self._replaying(micro, routes, agreement=self._config.trainer.agreement):
-                    old = self._logprobs(micro)
+            replaying = self._replaying(micro, routes, agreement=self._config.trainer.agreement)
+            with self._measured(micro), self.replayer.record() as recording, replaying:
+                old = self._logprobs(micro)
             # The update uses these experts for missing rows too, so that old and new log-probs share all routing.
             micro.to_torch(self._ranks.device).complete(recording.tensors.ids)
         else:
