@@ -1,5 +1,5 @@
 # make demo | make test            the two commands; each sets up .venv on its first run
-# make setup | check | docs | wheel | bench | fuzz | mutants | families | clean
+# make setup | check | docs | wheel | bench | bench-gpu | bench-trl | fuzz | mutants | families | clean
 # make test-ray | test-megatron | test-trl | test-axolotl | test-verl | test-sglang | test-dynamo | test-browser | test-vllm-newest | test-oldest | test-newest | test-gpu    tests in virtual environments of their own
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # A machine without a C compiler gets one from the package registry, for the build of the kernel alone.
 KERNEL_CC = $(if $(shell command -v cc),cc,$(abspath $(BIN))/python -m ziglang cc)
 
-.PHONY: setup demo test test-ray test-megatron test-trl test-axolotl test-verl test-sglang test-dynamo test-browser test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-trl fuzz mutants families clean
+.PHONY: setup demo test test-ray test-megatron test-trl test-axolotl test-verl test-sglang test-dynamo test-browser test-vllm-newest test-oldest test-newest test-gpu check docs wheel bench bench-gpu bench-trl fuzz mutants families clean
 
 setup: $(READY)
 
@@ -129,6 +129,9 @@ bench: setup  # the timed promises; fails where one is missed
 	@$(BIN)/python -m bench.routing_metrics
 	@$(BIN)/python -m bench.delivery
 	@$(BIN)/python -m bench.ray_routes
+
+bench-gpu: setup  # the timed promises of one GPU; those of vLLM and Megatron where they are installed
+	@$(BIN)/python -m bench.gpu
 
 bench-trl: .venv-trl/.ready  # a step of our trainer against one of TRL's with our replay; fails where we miss the goal
 	@.venv-trl/bin/python -m bench.trl
