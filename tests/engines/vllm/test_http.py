@@ -18,6 +18,7 @@ import pytest
 from router_replay import wire
 from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.engines.vllm.http import VllmHttpEngine
+from router_replay.engines.vllm.plugin import SIGN
 from router_replay.engines.vllm.plugin.inactive import NOTHING
 from router_replay.errors import EngineError
 from router_replay.spec import RouterSpec
@@ -317,10 +318,21 @@ REPORT = {
                           "num_hidden_layers": 4, "mlp_only_layers": [0]}),
     "generation_config": "{}",
 }  # fmt: skip
+TWO_WORKERS = {"/get_world_size": Reply({"world_size": 2})}
+WITH_PLUGIN = {**TWO_WORKERS, "/server_info": Reply({"vllm_env": {SIGN: "0.1.0"}})}
+
+
+@pytest.mark.parametrize("info", [None, {}, {"vllm_env": {"VLLM_PORT": 1}}])
+def test_several_workers_that_show_no_plugin_are_not_asked_for_it(fake: Stub, info: Any) -> None:
+    """vLLM would keep the errors of all workers but the first, and its next call to them would fail."""
+    fake.answers |= TWO_WORKERS if info is None else {**TWO_WORKERS, "/server_info": Reply(info)}
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        assert "the plugin is not active" in engine.capabilities.why_not
+    assert "/collective_rpc" not in fake.asked
 
 
 def test_a_server_of_which_only_one_rank_answers_is_refused(fake: Stub) -> None:
-    fake.answers |= {"/collective_rpc": Reply({"results": [REPORT]}), "/get_world_size": Reply({"world_size": 2})}
+    fake.answers |= {"/collective_rpc": Reply({"results": [REPORT]}), **WITH_PLUGIN}
     with pytest.raises(EngineError, match=r"the server has 2 ranks, and .* has the answers of 1"):
         VllmHttpEngine(fake.url)
     del fake.answers["/get_world_size"]
@@ -330,9 +342,7 @@ def test_a_server_of_which_only_one_rank_answers_is_refused(fake: Stub) -> None:
 
 def test_what_one_rank_cannot_do_the_server_cannot(fake: Stub) -> None:
     other = {**REPORT, "forced_routes": False, "reason": "no rule"}
-    fake.answers |= {
-        "/collective_rpc": Reply({"results": [REPORT, other]}), "/get_world_size": Reply({"world_size": 2})
-    }  # fmt: skip
+    fake.answers |= {"/collective_rpc": Reply({"results": [REPORT, other]}), **WITH_PLUGIN}
     with VllmHttpEngine(fake.url) as engine:
         assert (engine.capabilities.forced_routes, engine.capabilities.why_not) == (False, "no rule")
     fake.answers["/collective_rpc"] = Reply({"results": [REPORT, {**REPORT, "active": False, "reason": "seam"}]})
@@ -349,7 +359,7 @@ def test_an_update_that_not_every_rank_answers_ends_the_engine(fake: Stub, worke
             return Reply({"results": [REPORT, REPORT]})
         return Reply({"results": [loaded] * (workers if "update_weights" in body["method"] else 2)})
 
-    fake.answers |= {"/collective_rpc": answer, "/get_world_size": Reply({"world_size": 2})}
+    fake.answers |= {"/collective_rpc": answer, **WITH_PLUGIN}
     fake.answers |= {path: Reply({"success": True}) for path in ("/pause", "/resume", "/reset_prefix_cache")}
     with VllmHttpEngine(fake.url) as engine:
         with pytest.raises(EngineError, match=f"expected the answers of 2 workers, got {workers}"):

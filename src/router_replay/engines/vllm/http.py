@@ -25,6 +25,7 @@ from router_replay.engines.http import Http, answer_limit, checked_url, decoded,
 from router_replay.engines.stale import check_server
 from router_replay.engines.types import Capabilities, InFlight, Request, Sampling
 from router_replay.engines.vllm.client import Transport, VllmBackend, VllmClient
+from router_replay.engines.vllm.plugin import SIGN
 from router_replay.engines.vllm.reports import NO_CAPTURE, PluginReport, ServedModel, read_report
 from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.engines.vllm.samples import Sample
@@ -138,11 +139,13 @@ async def _look(http: Http, version: tuple[int, ...], gpu: int) -> _Found:
 async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None) -> Transport:
     """Find out what the server can do, and the reasons for what it cannot, and return a transport for it."""
     http, place = found.http, f"{found.http.url}/collective_rpc"
+    reason = "the plugin is not active on the server (it needs router-replay installed there, and ROUTER_REPLAY_VLLM=1)"
+    if await _must_not_ask(http):
+        return await _without_plugin(found, spec, vocabulary, reason)
     body = {"method": "router_replay_report"}
     status, answer = await http.request("POST", "/collective_rpc", body, limit=WORKERS_LIMIT)
     if status in (401, 403):
         raise refusal(place, status, answer)
-    reason = "the plugin is not active on the server (it needs router-replay installed there, and ROUTER_REPLAY_VLLM=1)"
     if status == 404:
         reason = "the server is not in development mode (VLLM_SERVER_DEV_MODE=1), where the plugin answers"
     elif status == 200:
@@ -154,6 +157,23 @@ async def _probe(found: _Found, spec: RouterSpec | None, vocabulary: int | None)
             return await _with_plugin(found, reports, spec, vocabulary)
         reason = printable(inactive[0][:2000])
     return await _without_plugin(found, spec, vocabulary, reason)
+
+
+async def _must_not_ask(http: Http) -> bool:
+    """Return whether the server has several workers and shows no sign of the plugin.
+
+    A call that workers do not know would harm such a server: vLLM reads the first worker's error and leaves those of
+    the others for the next call, which then fails. /server_info takes seconds, so a server with one worker is asked.
+    """
+    status, answer = await http.request("GET", "/get_world_size", repeat=True)
+    place = f"the answer of {http.url}/get_world_size"
+    if status != 200 or decoded(answer, _WorldSize, place).world_size == 1:
+        return False
+    query = {"config_format": "json"}
+    status, answer = await http.request("GET", "/server_info", query=query, repeat=True, patient=True)
+    told = parsed(answer, f"{http.url}/server_info") if status == 200 else None
+    shown = told.get("vllm_env") if isinstance(told, dict) else None
+    return not isinstance(shown, dict) or SIGN not in shown
 
 
 async def _with_plugin(

@@ -18,6 +18,7 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Sender(abc.ABC):
     """
 
     def __init__(self, http: Http, gpu: int) -> None:
-        self._http, self._gpu = http, gpu
+        self._http, self._device = http, torch.device("cuda", gpu)
 
     @abc.abstractmethod
     async def prepare(self, weights: Weights) -> None:
@@ -127,6 +128,10 @@ class Sender(abc.ABC):
 
     async def _post(self, path: str, body: Any = None) -> None:
         await self._http.expect("POST", path, body, patient=True)
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU: others read what it writes, in another process or on streams of their own."""
+        torch.cuda.synchronize(self._device)
 
 
 def sender(backend: str, http: Http, gpu: int, ranks: int) -> Sender:
@@ -151,10 +156,9 @@ class CudaIpc(Sender):
         await self._post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
     def _allocate(self, largest: int) -> None:
-        device = torch.device("cuda", self._gpu)
-        self._buffer = torch.empty(max(BUFFER, largest), dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(max(BUFFER, largest), dtype=torch.uint8, device=self._device)
         _, arguments = reduce_tensor(self._buffer)
-        handles = {str(torch.cuda.get_device_properties(device).uuid): arguments}
+        handles = {str(torch.cuda.get_device_properties(self._device).uuid): arguments}
         self._handles = base64.b64encode(pickle.dumps(handles)).decode()
 
     async def send(self, weights: Weights) -> dict[str, int]:
@@ -177,10 +181,6 @@ class CudaIpc(Sender):
             sums.add(name, piece)
         self._synchronize()
         return told
-
-    def _synchronize(self) -> None:
-        """Wait until the buffer is filled, because the server reads it from another process."""
-        torch.cuda.synchronize(self._gpu)
 
     def _free(self) -> None:
         del self._buffer
@@ -210,7 +210,7 @@ class Nccl(Sender):
         return self._sums.read()
 
     def _broadcast(self) -> None:
-        torch.cuda.synchronize(self._gpu)  # vLLM reads the tensors on streams of its own
+        self._synchronize()
         self._trainer.send_weights()
 
     def _join(self) -> Any:
@@ -242,7 +242,7 @@ class Nccl(Sender):
         def run() -> None:
             result, failure = None, None
             try:
-                with torch.cuda.device(self._gpu), torch.no_grad():
+                with self._current_device(), torch.no_grad():
                     result = work()
             except BaseException as error:
                 failure = error
@@ -251,6 +251,10 @@ class Nccl(Sender):
 
         threading.Thread(target=run, name="router-replay-nccl", daemon=True).start()
         return await asyncio.wait_for(done, self._http.timeout)
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        """Return a block in which vLLM finds the GPU to send from."""
+        return torch.cuda.device(self._device)
 
     @staticmethod
     def _end(done: asyncio.Future[Any], result: Any, failure: BaseException | None) -> None:
@@ -270,7 +274,7 @@ class Nccl(Sender):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._weights is not None
         for name in self._weights.index:
-            tensor = self._weights.read(name).detach().to(torch.device("cuda", self._gpu)).contiguous()
+            tensor = self._weights.read(name).detach().to(self._device).contiguous()
             self._sums.add(name, tensor.reshape(-1).view(torch.uint8))
             yield name, tensor.reshape(sent_as(tuple(tensor.shape)))
 

@@ -30,6 +30,7 @@ gives the reason in its report.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 
@@ -40,6 +41,8 @@ ROUTER_DTYPE = "ROUTER_REPLAY_VLLM_ROUTER_DTYPE"
 REQUIRED, OBSERVE = "required", "observe"
 # The name of our backend in vLLM's --weight-transfer-config.
 BACKEND = "router_replay"
+# Beside vLLM's environment variables in /server_info, with our version: the sign that workers know the plugin's calls.
+SIGN = "VLLM_ROUTER_REPLAY"
 
 
 def asked_for() -> bool:
@@ -76,6 +79,16 @@ def register() -> None:
     compile_cache.install()
     signals.install()
     dynamo.install()
+    _show_sign()
+
+
+def _show_sign() -> None:
+    """Let the server say that it has the plugin, before a client asks its workers."""
+    from vllm import envs
+
+    from router_replay import __version__
+
+    envs.environment_variables[SIGN] = lambda: __version__
 
 
 def _refuse(reason: str) -> None:
@@ -87,3 +100,5 @@ def _refuse(reason: str) -> None:
     from router_replay.engines.vllm.plugin.inactive import install
 
     install(message)
+    with contextlib.suppress(ImportError, AttributeError):
+        _show_sign()

@@ -21,7 +21,7 @@ from router_replay.engines.vllm import versions
 from router_replay.errors import RouterReplayError
 
 Part = Literal["core", "delivery", "storage", "cache", "precision", "direct"]
-Use = Literal["wrapped", "wrapped on the object", "called", "read"]
+Use = Literal["wrapped", "wrapped on the object", "added to", "called", "read"]
 FIRST_RUNNER, SECOND_RUNNER, ALL = "0.26-0.30", "0.31-0.32", "0.26-0.32"
 
 
@@ -140,6 +140,7 @@ SEAMS: tuple[Seam, ...] = (
         ("method", "timeout", "args", "kwargs"),
     ),
     Seam(_CLIENT, "_call_utility_async", "called", "calls one data-parallel rank", ("method", "engine")),
+    Seam("vllm.envs", "environment_variables", "added to", "says in /server_info that the plugin is there"),
     Seam(f"{_RELOAD}.layerwise", "get_layerwise_info", "called", _CHECKS),
     Seam(f"{_RELOAD}.layerwise", "_get_original_loader", "called", _CHECKS),
     Seam(f"{_RELOAD}.meta", "restore_layer_on_meta", "called", _CHECKS),
