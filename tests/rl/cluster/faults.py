@@ -50,13 +50,14 @@ def note_nodes(prompt: str, completion: str, answer: str) -> float:
 def note_store(prompt: str, completion: str, answer: str) -> float:
     """Kill nothing, and write at the start of each step how many bytes of the object store are in use.
 
-    The raylets report it with a delay, and so late are references dropped: the lowest number within a while counts.
+    The raylets report it with a delay, and so late are references dropped. The first step waits until the number stays,
+    and of the others the lowest number within a while counts.
     """
     if _count() % 12 == 1:
-        seen, deadline = _used(), time.monotonic() + 120
-        while time.monotonic() < deadline and (seen == 0 or seen > _first_use()):
+        seen, deadline = _settled_use(), time.monotonic() + 120
+        while time.monotonic() < deadline and seen > _first_use():
             time.sleep(0.2)
-            seen = min(seen, _used()) if seen else _used()
+            seen = min(seen, _used())
         with pathlib.Path(os.environ["FAULTS"], "store").open("a") as file:
             file.write(f"{seen}\n")
     return sevens(prompt, completion, answer)
@@ -79,6 +80,16 @@ _held: list[tuple[ray.ObjectRef, np.ndarray]] = []
 
 def _used() -> int:
     return int(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
+
+
+def _settled_use(seconds: float = 5.0) -> int:
+    """The use of the store, once it has been the same for some seconds and is not nothing."""
+    seen, since = _used(), time.monotonic()
+    while not seen or time.monotonic() - since < seconds:
+        time.sleep(0.2)
+        if (now := _used()) != seen:
+            seen, since = now, time.monotonic()
+    return seen
 
 
 def _first_use() -> float:
