@@ -24,6 +24,7 @@ from tests.engines.conftest import (
     same,
     start_server,
 )
+from tests.engines.stub import eventually
 
 
 @pytest.fixture
@@ -59,7 +60,8 @@ def test_a_killed_server_loses_no_request_and_returns_with_the_current_weights(
         completions = [completion for samples in asyncio.run(play()) for completion in samples]
         assert all(len(completion.token_ids) == 150 for completion in completions)
         assert all(completion.finish_reason == "length" for completion in completions)
-        assert pool.report()["a"]["lost"]
+        # By a request that failed, or by the regular test if all of them ended just before the kill.
+        eventually(lambda: bool(pool.report()["a"]["lost"]))
         # The conversation of an engine that is gone goes on elsewhere, with the rows that it recorded.
         first = completions[0]
         tokens = (*prompt(0), *first.token_ids[:20].tolist())

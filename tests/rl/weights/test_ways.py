@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from router_replay.engines import EmbeddedEngine, VllmHttpEngine
 from router_replay.engines.shared_memory import SHARED_MEMORY
+from router_replay.engines.vllm.plugin import SIGN
 from router_replay.engines.vllm.plugin.weights.sources import open_source
 from router_replay.engines.vllm.weights import SharedWeights
 from router_replay.errors import ConfigError, EngineError
@@ -51,6 +52,7 @@ class Workers:
         fake.stub.answers |= {
             "/collective_rpc": self._reply,
             "/get_world_size": lambda _: Reply({"world_size": len(self.gpus)}),
+            "/server_info": Reply({"vllm_env": {SIGN: "0.1.0"}}),
         }
 
     def _reply(self, body: Any) -> Reply:
