@@ -89,8 +89,8 @@ def row_copies(samples: list[Sample], policy: Policy, max_tokens: int) -> list[s
     copied = [name for (_, was), (name, now) in itertools.pairwise(rows) if not np.shares_memory(was, now)]
     copied += ["tensor"] if read[0].device.type == "cpu" else ["tensor", "device"]
     # The update reads what the scoring pass used, which has experts for the missing rows too.
-    places_read = [*dict.fromkeys(one.data_ptr() for one in read)]
-    return copied + ["scoring pass", *["again"] * (len(places_read) - 2)][: len(places_read) - 1]
+    copies = len({one.data_ptr() for one in read}) - 1
+    return copied + ["scoring pass"] * min(copies, 1) + ["again"] * max(copies - 1, 0)
 
 
 def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]:
