@@ -8,10 +8,10 @@ Shapes: T tokens of a step, L routed layers, K top-k, E experts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from router_replay.engines.vllm.plugin.routes.rules import Rule, find_rule, force
@@ -33,7 +33,8 @@ class ForcedRouting:
         tokens = runner.scheduler_config.max_num_batched_tokens
         sizes = runner.compilation_config.cudagraph_capture_sizes or [0]
         shape = (max(tokens, *sizes, 1), *spec.row_shape)
-        self.buffer_TLK = torch.full(shape, FREE, dtype=torch.int32, device=runner.device)
+        dtype = torch.int16 if spec.num_experts <= 1 << 15 else torch.int32
+        self.buffer_TLK = torch.full(shape, FREE, dtype=dtype, device=runner.device)
         self._rows: dict[str, Routes] = {}
         self._longest = 0  # the largest number of rows of any request
         self._dirty = 0  # number of buffer rows that may differ from FREE
@@ -55,17 +56,15 @@ class ForcedRouting:
         # A tensor of its own for each step: the second model runner prepares a step while the copy of the last one may
         # still wait on the device. torch reuses pinned memory only after the copies from it have ended (on an H200, one
         # tensor for all steps gave wrong rows in 198 of 200 steps, a tensor for each step in none).
-        pinned = self.buffer_TLK.is_cuda
-        staging_TLK = torch.full((used, *self._spec.row_shape), FREE, dtype=torch.int32, pin_memory=pinned)
+        shape, buffer = (used, *self._spec.row_shape), self.buffer_TLK
+        staging_TLK = torch.empty(shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
         staging = staging_TLK.numpy()
+        staging.fill(FREE)
         written, row = 0, 0
         for name, count, first in zip(step.names, step.scheduled.tolist(), step.computed.tolist(), strict=True):
             routes = self._rows.get(name)
             if routes is not None and first < len(routes):
-                taken = routes[first : first + count]
-                captured = taken.captured
-                staging[row : row + len(taken)][captured] = taken.ids[captured]
-                written += int(captured.sum())
+                written += _write(staging[row : row + count], routes, first)
             row += count
         self.forced_rows += written
         if not written:
@@ -120,7 +119,7 @@ class ForcedRouting:
 
     def _forcing(self, original: Callable[..., Any], column: int, rule: Rule) -> Callable[..., Any]:
         buffer_TLK = self.buffer_TLK
-        substitute = _compiled(force) if buffer_TLK.is_cuda else force
+        substitute = _force_on_gpu() if buffer_TLK.is_cuda else _force_on_cpu
 
         def compute_routing(
             hidden_states: torch.Tensor, router_logits: torch.Tensor, indices_type: Any, **more: Any
@@ -128,7 +127,7 @@ class ForcedRouting:
             weights_TK, ids_TK = original(hidden_states, router_logits, indices_type, **more)
             if self._idle():
                 return weights_TK, ids_TK
-            return substitute(rule, weights_TK, ids_TK, router_logits, buffer_TLK[: len(ids_TK), column])
+            return substitute(rule, weights_TK, ids_TK, router_logits, buffer_TLK, column)
 
         return compute_routing
 
@@ -199,8 +198,29 @@ def refuse_unsupported(config: Any) -> None:
         raise EngineError(f"forced routing does not support: {'; '.join(found)}")
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile the function into one or two small kernels instead of a dozen, since it runs in every layer and step."""
-    # torch 2.11 prints this warning at every compilation of a softmax over a few experts.
-    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    return torch.compile(function, dynamic=True)
+def _write(staging_TLK: np.ndarray, routes: Routes, first: int) -> int:
+    """Write the captured rows of a request, from its token `first` on, to its place; return how many they are."""
+    written, end = 0, first + len(staging_TLK)
+    for start, stop in routes.captured_runs.spans(True):
+        start, stop = max(start, first), min(stop, end)
+        if start < stop:
+            staging_TLK[start - first : stop - first] = routes.ids[start:stop]
+            written += stop - start
+    return written
+
+
+def _force_on_cpu(
+    rule: Rule,
+    weights_TK: torch.Tensor,
+    ids_TK: torch.Tensor,
+    logits_TE: torch.Tensor,
+    wanted_TLK: torch.Tensor,
+    column: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return force(rule, weights_TK, ids_TK, logits_TE, wanted_TLK[: len(ids_TK), column])
+
+
+def _force_on_gpu() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    from router_replay.engines.vllm.plugin.routes import force_kernel  # needs Triton, which vLLM has on a GPU
+
+    return force_kernel.force
