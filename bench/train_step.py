@@ -1,11 +1,13 @@
 """Run training steps of one version of this package on request: the worker process of `bench.train_gpu`.
 
 The same file works with the package at commit 1b089bf and with this one; PYTHONPATH says which. It reads one JSON
-object per line from stdin and answers each with one line that begins with MARK.
+object per line from stdin and answers each with one line that begins with MARK. The first object describes the modes;
+each mode is a policy of its own in this process. Every other object asks one mode for something.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -29,21 +31,18 @@ def first_of(*names: str) -> Any:
     raise ModuleNotFoundError(f"none of {names}")
 
 
-class Worker:
-    """Holds a policy, and the mini-batches of each workload."""
+class Mode:
+    """Holds one policy and the mini-batches of each workload for it."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        config = importlib.import_module("router_replay.rl.config")
-        ranks = first_of("router_replay.rl.processes.ranks", "router_replay.rl.ranks")
+    def __init__(self, config: Any, here: Any, workloads: dict[str, dict[str, int]]) -> None:
         policies = first_of("router_replay.rl.policy.policy", "router_replay.rl.policy")
-        self._delivery = first_of("router_replay.rl.policy.delivery", "router_replay.rl.delivery")
         models = first_of("router_replay.rl.policy.models", "router_replay.rl.models")
-        torch.set_num_threads(job["threads"])
-        self._job = job
-        self._config = config.load_config(None, job["settings"])
-        self._here = ranks.join(self._config)
-        self.policy = policies.Policy(self._config, self._here, models.model_folder(self._config.model.path))
-        self._minis = {name: self._planned(**shape) for name, shape in job["workloads"].items()}
+        self._delivery = first_of("router_replay.rl.policy.delivery", "router_replay.rl.delivery")
+        self._config, self._here, self._cuda = config, here, here.device.type == "cuda"
+        others = self._allocated()
+        self.policy = policies.Policy(config, here, models.model_folder(config.model.path))
+        self._minis = {name: self._planned(**shape) for name, shape in workloads.items()}
+        self._own = self._allocated() - others  # bytes; only one mode runs at a time, so every change is its own
 
     def _planned(self, sequences: int, length: int) -> Any:
         from router_replay import Routes, Sample
@@ -80,40 +79,41 @@ class Worker:
         return np.concatenate(found).reshape(count, length, len(spec.layers), spec.top_k)
 
     def step(self, workload: str) -> dict[str, float]:
-        """Time score and update of one whole step."""
-        minis = self._minis[workload]
-        cuda = self._here.device.type == "cuda"
-        if cuda:
+        """Time score and update of one whole step. The bytes are those of this mode, without those of the others."""
+        own, others = self._own, self._allocated() - self._own
+        if self._cuda:
             torch.cuda.reset_peak_memory_stats()
-        resting = float(torch.cuda.memory_allocated()) if cuda else 0.0
+        found = self._timed(self._minis[workload])
+        peak = torch.cuda.max_memory_allocated() - others if self._cuda else 0
+        self._own = self._allocated() - others
+        return {**found, "peak_bytes": float(peak), "resting_bytes": float(own)}  # weights, copies and optimizer
+
+    def _timed(self, minis: Any) -> dict[str, float]:
         before = self._now()
         scored = [self.policy.score(mini) for mini in minis]
         middle = self._now()
         figures = [self.policy.update(mini, old) for mini, old in zip(minis, scored, strict=True)]
         after = self._now()
         self.policy.route_counts()
-        return {
-            "score": middle - before,
-            "update": after - middle,
-            "peak_bytes": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
-            "resting_bytes": resting,  # weights, copies and optimizer
-            "grad_norm": figures[-1]["grad_norm"],
-        }
+        return {"score": middle - before, "update": after - middle, "grad_norm": figures[-1]["grad_norm"]}
+
+    def _allocated(self) -> int:
+        gc.collect()  # garbage must not be freed in the step of another mode
+        return torch.cuda.memory_allocated() if self._cuda else 0
 
     def _now(self) -> float:
-        if self._here.device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def profile(self, workload: str) -> dict[str, str]:
         """Return torch's table of kernels of one step."""
-        cuda = self._here.device.type == "cuda"
-        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * self._cuda
         with torch.profiler.profile(activities=kinds) as profile:
             self.step(workload)
         averages = profile.key_averages()
         tables = [averages.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)]
-        if cuda:
+        if self._cuda:
             tables.insert(0, averages.table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60))
         return {"table": "\n".join(tables)}
 
@@ -145,12 +145,26 @@ class Worker:
         return {"places": [f"{count} x {place}" for place, count in found.most_common()]}
 
 
+def make_modes(job: dict[str, Any]) -> dict[str, Mode]:
+    """Return the modes of a job by name."""
+    load_config = importlib.import_module("router_replay.rl.config").load_config
+    ranks = first_of("router_replay.rl.processes.ranks", "router_replay.rl.ranks")
+    torch.set_num_threads(job["threads"])
+    configs = {name: load_config(None, settings) for name, settings in job["modes"].items()}
+    here = ranks.join(next(iter(configs.values())))  # a process joins once; the modes do not differ in this
+    torch._dynamo.config.recompile_limit *= len(configs)  # torch counts the graphs of all modes together
+    if here.device.type == "cuda":  # forward and backward make the workspaces of cuBLAS, which belong to no mode
+        some = torch.ones(8, 8, device=here.device, requires_grad=True)
+        (some @ some).sum().backward()
+    return {name: Mode(config, here, job["workloads"]) for name, config in configs.items()}
+
+
 def main() -> None:
-    worker = Worker(json.loads(sys.stdin.readline()))
+    modes = make_modes(json.loads(sys.stdin.readline()))
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = getattr(worker, asked.pop("do"))(**asked)
+        answer = getattr(modes[asked.pop("mode")], asked.pop("do"))(**asked)
         print(MARK + json.dumps(answer), flush=True)
 
 
