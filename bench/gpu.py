@@ -43,7 +43,7 @@ BENCHMARKS = (
     Benchmark("train_compiled", "bench.train_gpu --compile --rounds 8", 6),
     Benchmark("megatron", "bench.megatron_gpu --rounds 10", 4, "megatron"),
     Benchmark("weights", "bench.weights --device cuda --ipc", 5, "vllm"),
-    Benchmark("loops", "bench.async_real --device cuda --set engine.kind=vllm --pairs 2", 9, "vllm"),
+    Benchmark("loops", "bench.async_real --device cuda --size gpu --pairs 1", 6, "vllm"),
     Benchmark("engine_start", "bench.engine_start --skip-defaults", 6, "vllm"),
     Benchmark("engines", "bench.engines --seconds 420", 10, "vllm"),
 )

@@ -89,19 +89,29 @@ def base_source(given: str | None, folder: pathlib.Path) -> pathlib.Path | None:
     return folder / "src"
 
 
-def make_model(folder: pathlib.Path, tiny: bool) -> tuple[Operations, int]:
-    """Write the model with random weights; return its operation count and its number of parameters."""
+def make_model(folder: pathlib.Path, tiny: bool, vocabulary: int | None = None) -> tuple[Operations, int]:
+    """Write the model with random weights and its tokenizer; return its operation count and its number of parameters.
+
+    With a `vocabulary` the model has so many tokens, and the logit of its end of sequence is always 0. The other logits
+    vary around 0, so about one token in 1.2 * `vocabulary` ends an answer (1.0 for the tiny one), wherever it is: the
+    lengths of answers have the long tail of a geometric distribution.
+    """
     from transformers import Qwen3MoeForCausalLM
 
-    from router_replay.recipes.tiny.model import make_config, recipe_for
+    from router_replay.recipes.tiny.model import make_config, make_tokenizer, recipe_for
 
     config = make_config(recipe_for("tiny" if tiny else "gpu"))
     config.max_position_embeddings = 4096
+    config.vocab_size = vocabulary or config.vocab_size
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
     with torch.device(device):
         model = Qwen3MoeForCausalLM(config)
+    if vocabulary:
+        with torch.no_grad():
+            model.lm_head.weight[config.eos_token_id] = 0
     model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     size = sum(parameter.numel() for parameter in model.parameters())
     return Operations(model, RouterSpec.from_config(config)), size
 
