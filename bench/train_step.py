@@ -80,7 +80,10 @@ class Mode:
 
     def step(self, workload: str) -> dict[str, float]:
         """Time score and update of one whole step. The bytes are those of this mode, without those of the others."""
-        own, others = self._own, self._allocated() - self._own
+        others = self._allocated() - self._own
+        for micro in (micro for mini in self._minis[workload] for micro in mini.micro):
+            vars(micro).pop("_tensors", None)  # a real step has new batches, which it copies to the device
+        own = self._allocated() - others
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         found = self._timed(self._minis[workload])
