@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
 from typing import Any
 
@@ -16,6 +18,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay as NativeReplay
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from router_replay import Routes, Sample, pack
 from router_replay.errors import ReplayError
@@ -232,6 +236,61 @@ def test_the_rows_of_a_micro_batch_leave_the_device_after_its_last_use(
     assert max(held) <= most
     assert not alive
     assert dtypes == {torch.uint8}
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made within the block, as long as each is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {id(storage) for storage in storages((args, kwargs))}  # a view is nothing new
+        for storage in storages(out):
+            if id(storage) not in self.known | given:
+                self.known.add(id(storage))
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self.freed, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+    def freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.bytes -= size
+
+
+def storages(tree: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("scores", ["softmax of the chosen", "softmax of all", "sigmoid"])
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_replay_needs_no_more_memory_than_its_ids_and_one_widened_column(hf: Any, kind: str, scores: str) -> None:
+    changes = {
+        "softmax of the chosen": {},
+        "softmax of all": {"moe_router_pre_softmax": True},
+        "sigmoid": {"moe_router_score_function": "sigmoid"},
+    }[scores]
+    chunks = tiny.megatron_model(hf, **tiny.RECOMPUTE[kind], **changes)
+    replayer = MegatronReplay(chunks)
+    batches = tiny.tokens(2, length=64)
+    with replayer.record() as recording:
+        tiny.train_step(chunks, batches)
+    routes, peaks = recording.gather(), {}
+    for name in ("live", "replay"):
+        chunks[0].zero_grad()
+        gc.collect()
+        block = replayer.replay(routes, micro_batch_size=2) if name == "replay" else contextlib.nullcontext()
+        with block, Storages() as watched:
+            tiny.train_step(chunks, batches)
+        peaks[name] = watched.peak
+    rows, spec = 2 * 64, replayer.spec
+    small = 256  # counters
+    assert rows * spec.num_experts * 4 > rows * (spec.row_bytes + spec.top_k * 8) + small  # kept logits would be seen
+    assert peaks["replay"] <= peaks["live"] + rows * (spec.row_bytes + spec.top_k * 8) + small
 
 
 def test_two_models_in_one_process_do_not_touch_each_other(hf: Any) -> None:

@@ -59,6 +59,27 @@ class MicroBatchPlan(Plan):
         self.padding_T = None if self.padding_T is None else self.padding_T.to(device)
 
 
+class ScoresOf(torch.autograd.Function):
+    """Computes scores_TE.gather(1, ids_TK). Like top-k, it keeps only the ids for backward.
+
+    `gather` of torch also keeps the scores [T, E], of which its backward only needs the shape. A router that applies
+    softmax to the chosen logits alone has no other use for them, so every layer would hold them until its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the scores [T, K] of the experts `ids_TK`."""
+        ctx.save_for_backward(ids_TK)
+        ctx.shape = scores_TE.shape
+        return scores_TE.gather(1, ids_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the scores."""
+        (ids_TK,) = ctx.saved_tensors
+        return grad_TK.new_zeros(ctx.shape).scatter_add_(1, ids_TK, grad_TK), None
+
+
 class Choice:
     """Answers one call of a router in place of Megatron's own RouterReplay.
 
@@ -97,7 +118,7 @@ class Choice:
             if self.live_T1 is not None:
                 ids_TK = torch.where(self.live_T1, self.live_TK, ids_TK)
         self.chosen_TK = ids_TK
-        return scores.gather(1, ids_TK), ids_TK
+        return cast(Tensor, ScoresOf.apply(scores, ids_TK)), ids_TK
 
 
 class RouterSite(Wrapper):
