@@ -40,6 +40,7 @@ from tests.engines.conftest import (
 )
 from tests.engines.dynamo import server as payloads
 from tests.gateway.two_turns import rows_fit_their_tokens
+from tests.verify.by_url import check_verdicts
 
 Say = Callable[[str], None]
 ROUTES = ("generate", "completions")
@@ -274,6 +275,19 @@ def shape_of(value: Any) -> Any:
             name: shape_of(one) for name, one in value.items() if name not in ("rules", "text_offset", "top_logprobs")
         }
     return [shape_of(one) for one in value] if isinstance(value, list) else type(value).__name__
+
+
+def test_verify_finds_the_checkpoint_of_the_worker(
+    engine: Engine,  # so that the worker is on checkpoint A
+    request: pytest.FixtureRequest,
+    dynamo: Dynamo,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+    verified: Say,
+) -> None:
+    route = request.node.callspec.params["engine"]
+    check_verdicts(capsys, f"dynamo={dynamo.frontends[route].url}", checkpoints.a, checkpoints.b)
+    verified(f"verify by {route}: no fault on the right checkpoint, and another one is named")
 
 
 # -- a Dynamo without our plugin ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from router_replay.engines.sglang.answers import routes_of_openai
 from router_replay.errors import EngineError
 from tests.gateway.two_turns import rows_fit_their_tokens
 from tests.sglang_real.conftest import Server, prompt
+from tests.verify.by_url import check_verdicts
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = Sampling(max_tokens=300, ignore_eos=True)
@@ -54,6 +55,17 @@ def in_background(
     while server is not None and not server.running() and not landed:
         time.sleep(0.01)
     return thread, landed
+
+
+def test_verify_finds_the_checkpoint_of_the_server(
+    engine: SglangEngine,  # so that the server is on checkpoint A
+    server: Server,
+    models: Models,
+    capsys: pytest.CaptureFixture[str],
+    verified: Say,
+) -> None:
+    check_verdicts(capsys, f"sglang={server.url}", str(models[0]), str(models[1]))
+    verified("verify: no fault on the right checkpoint, and another one is named")
 
 
 def test_rows_and_start(engine: SglangEngine, verified: Say) -> None:

@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--prompts", type=pathlib.Path, metavar="FILE", help="a prompt in each line, text or JSON")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens to sample for each prompt (32)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the sampling (1.0)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, sampling and injected faults (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of prompts, injected faults and a local engine's sampling (0)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trainer's passes")
     parser.add_argument("--engine-dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of a local engine")
     parser.add_argument("--device", metavar="D", help="cpu or cuda (default: a GPU if there is one)")
@@ -90,7 +92,7 @@ def _samples(chosen: argparse.Namespace, progress: Progress) -> tuple[list[Sampl
     """Return the sequences to verify, where they are from, and the temperature of their sampling."""
     from router_replay.rl.policy.models import model_folder
     from router_replay.spec import RouterSpec
-    from router_replay.verify.rollouts import generate, open_engine, read_prompts, read_samples
+    from router_replay.verify.rollouts import LOCAL, generate, open_engine, read_prompts, read_samples
 
     folder = model_folder(chosen.model)
     injected = f", with the fault {chosen.inject} put in" if chosen.inject else ""
@@ -100,7 +102,9 @@ def _samples(chosen: argparse.Namespace, progress: Progress) -> tuple[list[Sampl
         return samples, f"{chosen.trajectories}{injected}", temperature
     prompts, where = read_prompts(chosen.prompts, folder, chosen.seed)
     longest = max(len(prompt) for prompt in prompts) + chosen.tokens + 1
+    # Servers get no seed: SGLang may refuse it, and a stock vLLM up to 0.30 on a CPU may end because of it.
+    seed = chosen.seed if chosen.engine in LOCAL else None
     with open_engine(chosen.engine, folder, chosen.engine_dtype, longest, chosen.api_key_env) as engine:
         tick = progress(f"engine {chosen.engine}", len(prompts))
-        samples = generate(engine, prompts, chosen.tokens, chosen.temperature, chosen.seed, tick)
+        samples = generate(engine, prompts, chosen.tokens, chosen.temperature, seed, tick)
     return samples, f"engine {chosen.engine}, {where}{injected}", chosen.temperature

@@ -237,7 +237,12 @@ def parsed(answer: bytes | str, place: str) -> Any:
 
 def refusal(place: str, status: int, answer: bytes) -> EngineError:
     """Return the error for an answer whose status is not 200."""
-    advice = ". Pass the server's key as api_key= (engine.api_key_env in a config)" if status in (401, 403) else ""
+    advice = ""
+    if status in (401, 403):
+        advice = (
+            ". Pass the server's key as api_key= (engine.api_key_env in a config, --api-key-env for router-replay "
+            "verify, --engine-key-env for router-replay gateway)"
+        )
     return EngineError(f"{place} answered {status}: {message_of(answer)}{advice}")
 
 

@@ -155,6 +155,8 @@ class RemoteEngine(Engine):
                 f"{request.id}: another request with this id is in flight: give every request a unique id"
             )
         task = self._tasks[request.id] = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(_retrieve)
         try:
             return await self._fly(Flight(request))
         finally:
@@ -396,6 +398,12 @@ class RemoteEngine(Engine):
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Mark a request's error as seen. If its caller has gone, asyncio would print it with its traceback."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _fit_to_print(error: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from router_replay.batch import Sample
 from router_replay.engines import DynamoEngine, Engine, Request, Sampling, SglangEngine, VllmHttpEngine
 from router_replay.engines.checks import vocabulary_of
+from router_replay.engines.vllm.requests import end_of_sequence_ids
 from router_replay.errors import ConfigError, MeasureError
 from router_replay.recording.formats import open_any
 from router_replay.rl.config import EngineConfig, TrainConfig
@@ -23,6 +24,7 @@ from router_replay.spec import RouterSpec
 from router_replay.stitch import Trajectory
 
 SERVERS: dict[str, Any] = {"vllm": VllmHttpEngine, "sglang": SglangEngine, "dynamo": DynamoEngine}
+LOCAL = ("embedded", "vllm")
 AT_ONCE = 8
 RANDOM_PROMPTS, RANDOM_LENGTH = 16, 24
 
@@ -36,7 +38,7 @@ def open_engine(name: str, folder: pathlib.Path, dtype: str, max_length: int, ap
     """
     config = json.loads((folder / "config.json").read_text())
     spec = RouterSpec.from_config(config)
-    if name in ("embedded", "vllm"):
+    if name in LOCAL:
         transformers_logging.disable_progress_bar()  # the display shows progress
         table = EngineConfig.model_validate({"kind": name, "dtype": dtype, "max_length": max_length})
         return start_engine(TrainConfig(engine=table), folder, spec, version=0)
@@ -50,12 +52,20 @@ def open_engine(name: str, folder: pathlib.Path, dtype: str, max_length: int, ap
     if api_key_env and not os.environ.get(api_key_env):
         raise ConfigError(f"--api-key-env {api_key_env}: this environment variable is not set, or empty")
     key = os.environ[api_key_env] if api_key_env else None
-    engine: Engine = SERVERS[kind](url, spec=spec, vocabulary=vocabulary_of(config), api_key=key)
+    more = {"end_of_sequence": _ends(folder, config)} if kind == "dynamo" else {}  # the others tell it themselves
+    engine: Engine = SERVERS[kind](url, spec=spec, vocabulary=vocabulary_of(config), api_key=key, **more)
     if not engine.capabilities.routes:
         why = engine.capabilities.why_not
         engine.close()
         raise ConfigError(f"--engine {name}: this engine does not return the experts that it used: {why}")
     return engine
+
+
+def _ends(folder: pathlib.Path, config: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the model's end-of-sequence tokens, None if its folder does not name them."""
+    file = folder / "generation_config.json"
+    generation_config = json.loads(file.read_text()) if file.is_file() else {}
+    return end_of_sequence_ids(generation_config) or end_of_sequence_ids(config) or None
 
 
 def read_prompts(path: pathlib.Path | None, folder: pathlib.Path, seed: int) -> tuple[list[list[int]], str]:
@@ -95,15 +105,18 @@ def generate(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     temperature: float = 1.0,
-    seed: int = 0,
+    seed: int | None = 0,
     tick: Callable[[], object] = lambda: None,
 ) -> list[Sample]:
-    """Let `engine` continue each prompt by up to `tokens` tokens; `tick` is called after each of them."""
+    """Let `engine` continue each prompt by up to `tokens` tokens; `tick` is called after each of them.
+
+    The samples are reproducible if there is a `seed` and the engine takes seeds.
+    """
     samples = []
     for start in range(0, len(prompts), AT_ONCE):
         requests = [
-            Request(tuple(prompt), Sampling(max_tokens=tokens, temperature=temperature, seed=seed + start + number))
-            for number, prompt in enumerate(prompts[start : start + AT_ONCE])
+            Request(tuple(prompt), Sampling(tokens, temperature, seed=None if seed is None else seed + number))
+            for number, prompt in enumerate(prompts[start : start + AT_ONCE], start)
         ]
         for request, completion in zip(requests, engine.generate(requests), strict=True):
             trajectory = Trajectory(engine.spec)

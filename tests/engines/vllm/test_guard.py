@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from router_replay.cli import main
 from router_replay.engines import Engine, Request
 from router_replay.engines.vllm import guard as vllm_guard
 from router_replay.engines.vllm.http import VllmHttpEngine
 from router_replay.errors import EngineError
 from tests.engines.conftest import GREEDY, KEY, Checkpoints, Servers, one, prompt
+from tests.verify.by_url import check_verdicts
 
 HERE = ("127.0.0.1", 8000)
 
@@ -113,6 +115,23 @@ def test_every_route_of_the_real_server_asks_for_the_key(vllm_http_engine: Engin
     assert open_ == []
     assert [ask(url + path, "POST", "wrong")[0] for path in ("/pause", "/collective_rpc")] == [401, 401]
     assert ask(f"{url}/health", "GET", KEY)[0] == 200
+
+
+def test_verify_finds_the_checkpoint_of_a_server_with_the_plugin(
+    vllm_http_engine: Engine,  # so that servers.ours is on checkpoint A
+    servers: Servers,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", checkpoints.a, "--engine", servers.ours.url]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "answered 401" in printed.err
+    assert "--api-key-env for router-replay verify" in printed.err
+    monkeypatch.setenv("KEY_OF_THE_SERVER", KEY)
+    named = ("--api-key-env", "KEY_OF_THE_SERVER")
+    check_verdicts(capsys, servers.ours.url, checkpoints.a, checkpoints.b, *named)
 
 
 def test_a_client_without_the_key_is_told_so_and_one_with_it_does_everything(

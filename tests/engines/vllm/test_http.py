@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import pathlib
 import threading
@@ -308,6 +309,32 @@ def test_a_server_that_offloads_kv_is_refused_where_its_rows_are_stale(
         VllmHttpEngine(fake.url, spec=SPEC),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("version", "seed", "named"), [("0.30.0", 3, True), ("0.30.0", None, False), ("0.32.0", 3, False)]
+)
+def test_a_seed_is_named_where_it_can_have_ended_the_server(
+    fake: Stub, version: str, seed: int | None, named: bool
+) -> None:
+    fake.answers["/version"] = Reply({"version": version})
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        fake.answers["/inference/v1/generate"] = Reply({"error": {"message": "EngineCore has an issue"}}, 500)
+        with pytest.raises(EngineError, match="the server answered 500: EngineCore has an issue") as caught:
+            one(engine, Request((7,), Sampling(max_tokens=1, seed=seed)))
+    assert ("leave out the seed" in str(caught.value)) == named
+
+
+def test_the_requests_of_a_failed_batch_print_nothing_when_the_engine_is_closed(
+    fake: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    with VllmHttpEngine(fake.url, spec=SPEC) as engine:
+        slow, failed = Reply(choice(), seconds=60), Reply({"error": "no"}, 500)
+        fake.answers["/inference/v1/generate"] = lambda body: failed if body["token_ids"] == [8] else slow
+        with pytest.raises(EngineError, match="answered 500"):
+            engine.generate([Request((token,), Sampling(max_tokens=1)) for token in (7, 8, 9)])
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 # -- several ranks ------------------------------------------------------------------------------------

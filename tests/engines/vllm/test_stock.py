@@ -23,7 +23,7 @@ import pytest
 from router_replay.engines import Completion, Engine, Request, Sampling
 from router_replay.engines.vllm import http
 from router_replay.engines.vllm.http import VllmHttpEngine
-from router_replay.engines.vllm.versions import installed_version, model_runner, numbers_of
+from router_replay.engines.vllm.versions import SECOND_RUNNER, installed_version, model_runner, numbers_of
 from router_replay.errors import EngineError
 from tests.engines import test_contract as contract
 from tests.engines.conftest import (
@@ -57,6 +57,7 @@ from tests.engines.vllm.record import (
     status_of,
 )
 from tests.makers import random_routes
+from tests.verify.by_url import check_verdicts
 
 # These change every sample, and every log-prob after the first token, where they reach a request.
 GENERATION_CONFIG = {"top_k": 1, "top_p": 0.1, "min_p": 0.9, "repetition_penalty": 5.0, "temperature": 0.01}
@@ -300,6 +301,19 @@ def test_a_server_without_a_pause_waits_and_aborts(completions: Engine) -> None:
     asyncio.run(work())
 
 
+def test_verify_finds_the_checkpoint_of_a_server(
+    stock: Engine,
+    request: pytest.FixtureRequest,
+    servers: Servers,
+    checkpoints: Checkpoints,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its eight prompts at once are more than a step of these servers takes, which a seed would end."""
+    by_generate = request.node.callspec.params["stock"] == "generate"
+    server: Server = servers.plain if by_generate else request.getfixturevalue("completions_server")
+    check_verdicts(capsys, server.url, checkpoints.a, checkpoints.b)
+
+
 # -- the end of a server, so this comes last ----------------------------------------------------------
 
 
@@ -318,6 +332,16 @@ def test_a_server_that_is_killed_in_the_middle_of_a_batch(generate: Engine, serv
     assert all(isinstance(result, EngineError) for result in results), results
     with pytest.raises(EngineError, match=r"no vLLM server at .* after 5 attempts"):
         generate.generate([Request(prompt(), GREEDY)])
+
+
+def test_a_server_that_ends_at_a_seed_on_a_cpu_has_the_reason_in_the_error(
+    completions: Engine, completions_server: Server
+) -> None:
+    if numbers_of(installed_version()) >= SECOND_RUNNER:
+        pytest.skip("the second model runner has no generators to rewind")
+    with pytest.raises(EngineError, match=r"answered 500.*CPU Generator does not use offset.*leave out the seed"):
+        one(completions, Request(prompt(), Sampling(max_tokens=4, seed=1)))
+    assert "RuntimeError: CPU Generator does not use offset" in completions_server.log.read_text()
 
 
 def answered(server: Server, path: str) -> float:

@@ -39,7 +39,7 @@ from router_replay.engines.vllm.token_routes import (
 )
 from router_replay.engines.vllm.token_routes import GENERATE as GENERATE
 from router_replay.engines.vllm.token_routes import samples_of as samples_of
-from router_replay.engines.vllm.versions import numbers_of, refuse_version
+from router_replay.engines.vllm.versions import SECOND_RUNNER, numbers_of, refuse_version
 from router_replay.errors import EngineError, RouterReplayError
 from router_replay.spec import RouterSpec
 
@@ -252,6 +252,7 @@ async def _without_plugin(found: _Found, spec: RouterSpec | None, vocabulary: in
     logprobs_mode = str(info["settings"].get("logprobs_mode", "raw_logprobs"))
     bare = _OverHttp(found, model, capabilities, logprobs_mode, abort_path=abort_path)
     bare.no_plugin, bare.stock = no_plugin, stock
+    bare.on_seeds = _SEEDS_ON_A_CPU if found.version < SECOND_RUNNER else ""
     bare.cannot_hold = _NO_PAUSE if status != 200 else ""
     if not await bare.captures():
         lacks.insert(0, NO_CAPTURE)
@@ -307,6 +308,11 @@ _NO_ABORT = (
     "an abort returns nothing of what was sampled, since the server has no call for it (VLLM_SERVER_DEV_MODE=1, or "
     "--enable-scale-out from vLLM 0.32 on): it closes the connection, and the server drops the request"
 )
+_SEEDS_ON_A_CPU = (
+    'If the server\'s log says "CPU Generator does not use offset", the cause is a seeded request: vLLM up to 0.30 on '
+    "a CPU, without the plugin, ends if it computes the prompt of such a request in several steps. Start the server "
+    "again, and leave out the seed, or start it with router-replay serve"
+)
 _NO_PAUSE = "a pause cannot keep requests, since the server has no /pause (VLLM_SERVER_DEV_MODE=1)"
 
 
@@ -331,6 +337,7 @@ class _OverHttp(Transport):
         self.capabilities = capabilities
         self.logprobs_mode = logprobs_mode
         self.no_plugin = ""  # why the server has no plugin; empty if it has
+        self.on_seeds = ""  # what a seeded request can do to the server
         self.stock: Stock | None = None  # how a server without the plugin takes new weights
         self._end_of_sequence = model.end_of_sequence
         self._abort_path = abort_path
@@ -360,7 +367,9 @@ class _OverHttp(Transport):
             del self._calls[flight.name]
             call.cancel()
         if status != 200:
-            raise refusal(f"{request.id}: the server", status, answer)
+            error = refusal(f"{request.id}: the server", status, answer)
+            seeded = status >= 500 and request.sampling.seed is not None and self.on_seeds
+            raise EngineError(f"{error}. {self.on_seeds}") if seeded else error
         try:
             return self._route.samples(answer, request, self.spec)
         except RouterReplayError as error:
