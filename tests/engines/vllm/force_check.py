@@ -39,7 +39,7 @@ def _compare_one(rule: rules.Rule, dtype: torch.dtype, experts: int, top_k: int,
     own = tokens // 2
     wanted[own, COLUMN] = ids[own].flip(0).short()
     exact = dataclasses.replace(rule, float32=True)  # the kernel computes in float32, and rounds at the end if asked
-    expected = rules.force(exact, weights, ids, logits, wanted[:tokens, COLUMN])
+    expected = rules.force(exact, weights, ids, logits, wanted, COLUMN)
     found = force_kernel.force(rule, weights, ids, logits, wanted, COLUMN)
     where = f"{rule}, {dtype}, {top_k} of {experts}, {tokens} tokens"
     assert torch.equal(found[1], expected[1]), where

@@ -91,17 +91,17 @@ def test_forcing(name: str) -> None:
     logits = torch.randn(T, E, generator=generator)
     weights, ids = router._compute_routing(torch.zeros(T, 8), logits.clone(), None)
 
-    free = force(rule, weights, ids, logits, torch.full((T, K), -1, dtype=torch.int32))
+    free = force(rule, weights, ids, logits, torch.full((T, 1, K), -1, dtype=torch.int32), 0)
     assert torch.equal(free[0], weights)
     assert torch.equal(free[1], ids)
 
-    own = force(rule, weights, ids, logits, ids.sort(dim=-1).values.int())
+    own = force(rule, weights, ids, logits, ids.sort(dim=-1).values.int()[:, None], 0)
     assert torch.equal(own[0], weights)  # to the bit, and in the router's own slot order
     assert torch.equal(own[1], ids)
 
     wanted = torch.rand(T, E, generator=generator).topk(K).indices.int()
     wanted[::2] = -1
-    forced = force(rule, weights, ids, logits, wanted)
+    forced = force(rule, weights, ids, logits, wanted[:, None], 0)
     assert torch.equal(forced[1][1::2], wanted[1::2])
     assert torch.equal(forced[1][::2], ids[::2])
     assert torch.equal(forced[0][::2], weights[::2])

@@ -26,7 +26,7 @@ def force(
     wanted_TLK: torch.Tensor,
     column: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the router's weights and ids, with the rows of `wanted_TLK` in this column where they are not -1."""
+    """Return what `rules.force` returns. No branch depends on data, so a CUDA graph can capture it."""
     tokens, top_k = ids_TK.shape
     experts = logits_TE.shape[1]
     weights_TK, ids_TK, logits_TE = weights_TK.contiguous(), ids_TK.contiguous(), logits_TE.contiguous()

@@ -119,7 +119,7 @@ class ForcedRouting:
 
     def _forcing(self, original: Callable[..., Any], column: int, rule: Rule) -> Callable[..., Any]:
         buffer_TLK = self.buffer_TLK
-        substitute = _force_on_gpu() if buffer_TLK.is_cuda else _force_on_cpu
+        substitute = _force_on_gpu() if buffer_TLK.is_cuda else force
 
         def compute_routing(
             hidden_states: torch.Tensor, router_logits: torch.Tensor, indices_type: Any, **more: Any
@@ -207,17 +207,6 @@ def _write(staging_TLK: np.ndarray, routes: Routes, first: int) -> int:
             staging_TLK[start - first : stop - first] = routes.ids[start:stop]
             written += stop - start
     return written
-
-
-def _force_on_cpu(
-    rule: Rule,
-    weights_TK: torch.Tensor,
-    ids_TK: torch.Tensor,
-    logits_TE: torch.Tensor,
-    wanted_TLK: torch.Tensor,
-    column: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return force(rule, weights_TK, ids_TK, logits_TE, wanted_TLK[: len(ids_TK), column])
 
 
 def _force_on_gpu() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

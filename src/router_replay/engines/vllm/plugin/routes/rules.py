@@ -5,7 +5,7 @@ from a short list: a score (softmax, sigmoid, square root of softplus), optional
 experts, times a constant. Instead of trusting class names, `find_rule` sends random logits through the router and
 selects the rule that gives the same weights. If no rule does, forcing is refused at start.
 
-Shapes: T tokens, E experts, K top-k.
+Shapes: T tokens, L routed layers, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ def force(
     weights_TK: torch.Tensor,
     ids_TK: torch.Tensor,
     logits_TE: torch.Tensor,
-    wanted_TK: torch.Tensor,
+    wanted_TLK: torch.Tensor,
+    column: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the router's weights and ids, with `wanted_TK` replacing its choice where it is not -1.
+    """Return the router's weights and ids, with the rows of `wanted_TLK` in this column where they are not -1.
 
-    No branch depends on data, so the function can be captured in a CUDA graph. Where the router chose the wanted set by
-    itself, its own answer is kept bit for bit, including the slot order, so forcing a run's own rows changes nothing.
+    Where the router chose the wanted set by itself, its own answer is kept bit for bit, including the slot order, so
+    forcing a run's own rows changes nothing. A GPU does the same by `force_kernel.force`.
     """
+    wanted_TK = wanted_TLK[: len(ids_TK), column]
     wanted_KK = wanted_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
     replace_T1 = (wanted_TK[:, :1] >= 0) & ~wanted_KK.any(dim=2).all(dim=1, keepdim=True)
     forced_TK = rule.weights(logits_TE, wanted_TK.clamp(min=0).to(torch.int64))
