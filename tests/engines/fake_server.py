@@ -58,6 +58,7 @@ class FakeServer:
         self.paused = self.freely = False
         self.spoil: Callable[[], Reply] | None = None  # of the next generation
         self.refuses_weights = False
+        self.silent = False  # aborted requests are not answered
         self._changed = threading.Condition()
         ok = Reply({"status": "ok"})
         stub.answers |= {
@@ -94,6 +95,12 @@ class FakeServer:
                 job.ended = True
             self._changed.notify_all()
 
+    def answer_aborted(self) -> None:
+        """Answer the requests that were aborted, and those that will be."""
+        with self._changed:
+            self.silent = False
+            self._changed.notify_all()
+
     def run_freely(self) -> None:
         """From now on requests end by themselves."""
         self.freely = True
@@ -112,7 +119,8 @@ class FakeServer:
 
     def _through(self, job: Job) -> bool:
         # As the real ones: SGLang ends nothing while it is held, and a client that has gone is noticed late.
-        return job.aborted or (job.ended and not self.paused) or self.stub.released.is_set()
+        aborted = job.aborted and not self.silent
+        return aborted or (job.ended and not self.paused) or self.stub.released.is_set()
 
     def _abort(self, names: list[str]) -> Reply:
         with self._changed:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from router_replay.engines import Completion, Engine, Request, Sampling
+from router_replay.engines import Completion, Engine, Request, Sampling, remote
 from router_replay.errors import EngineError
 from tests.engines.fake_server import CONNECT, FIRST_TOKEN, HOSTILE, FakeServer, fake_engine
-from tests.engines.stub import eventually
+from tests.engines.stub import Reply, eventually
 
 PROMPT = (5, 6, 7, 8)
 FOUR = Sampling(max_tokens=4)
@@ -149,3 +149,53 @@ def test_a_request_that_is_kept_says_where_the_weights_changed(kind: str) -> Non
         assert completion.versions.tolist() == [0, 0, 3, 3]
         assert (completion.token_ids - FIRST_TOKEN).tolist() == [0, 0, 3, 3]
         assert completion.routes.versions.tolist() == [0] * 5 + [3, 3]
+
+
+def test_an_update_of_vllm_does_not_wait_for_the_answers_of_those_that_it_aborts() -> None:
+    """They end with the old version, and nothing starts before that."""
+    with fake_engine("vllm_http") as (server, engine):
+        flying = running(engine, server, Request(PROMPT, FOUR))
+        server.silent = True
+        engine.update_weights("/weights/1", 1, "abort")
+        assert (engine.version, server.version) == (1, 1)
+        later = submitted(engine, Request(PROMPT, FOUR))
+        server.run_freely()
+        assert server.paused
+        assert not flying.done()
+        assert len(server.jobs) == 1
+        server.answer_aborted()
+        [completion] = flying.result(120)
+        assert (completion.finish_reason, set(completion.versions)) == ("abort", {0})
+        assert set(completion.routes.versions) == {0}
+        assert set(later.result(120)[0].versions) == {1}
+
+
+def test_a_load_that_breaks_vllm_takes_nothing_from_the_requests_that_it_aborts() -> None:
+    with fake_engine("vllm_http") as (server, engine):
+        flying = running(engine, server, Request(PROMPT, FOUR))
+        workers: Any = server.stub.answers["/collective_rpc"]
+        server.stub.answers["/collective_rpc"] = lambda body: (
+            Reply({"error": "out of memory"}, 500) if body["method"].endswith("update_weights") else workers(body)
+        )
+        with pytest.raises(EngineError, match="it is unknown which weights vLLM has"):
+            engine.update_weights("/weights/1", 1, "abort")
+        [completion] = flying.result(120)
+        assert (completion.finish_reason, set(completion.versions)) == ("abort", {0})
+        with pytest.raises(EngineError, match="it is unknown which weights vLLM has"):
+            engine.generate([Request(PROMPT, FOUR)])
+
+
+def test_vllm_that_does_not_end_the_aborted_requests_takes_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on with them and the new weights, and their rows would have the old version."""
+    monkeypatch.setattr(remote, "ABORT_ROUNDS", 2)
+    with fake_engine("vllm_http") as (server, engine):
+        flying = running(engine, server, Request(PROMPT, FOUR))
+        server.silent = True
+        engine.update_weights("/weights/1", 1, "abort")
+        with pytest.raises(EngineError, match="was asked 2 times to abort"):
+            engine.generate([Request(PROMPT, FOUR)])
+        with pytest.raises(EngineError, match="was asked 2 times to abort"):
+            engine.ping()
+        server.answer_aborted()
+        with pytest.raises(EngineError, match="was asked 2 times to abort"):
+            flying.result(120)

@@ -39,6 +39,7 @@ class Flight:
         self.version = 0  # the policy version that the request started with
         self.started = False
         self.stopped = False  # aborted, possibly before it started
+        self.ended = False  # aborted by a weight change, so all its rows were computed with the weights before it
         self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[list[Completion]] | None = None
         self._spans: list[list[tuple[int, int]]] = []
@@ -83,6 +84,8 @@ class Backend(abc.ABC):
     vocabulary: int | None = None
     ends_while_held = False
     """Whether requests can be aborted while the engine is held."""
+    aborts_after_load = False
+    """Whether requests that a weight change aborts can be aborted after it. The engine computes nothing meanwhile."""
 
     @abc.abstractmethod
     async def generate(self, flight: Flight) -> list[Completion]:
@@ -104,6 +107,7 @@ class Backend(abc.ABC):
     async def load(self, source: WeightSource, version: int, kept: Sequence[Flight]) -> Progress:
         """Load weights into the held engine and return the progress of each kept request.
 
+        Requests in `kept` that have `ended` will be aborted after the load.
         Raises EngineError if the load failed and the old weights are still in place, and BrokenError if it is unknown
         which weights the engine holds.
         """

@@ -124,6 +124,7 @@ class Engine(abc.ABC):
         `source` is a Hugging Face folder for any engine; vLLM also takes shared memory, the embedded engine a state
         dict, and a stock vLLM server on a GPU the tensors of `checkpoint_tensors`. `version` is the policy version of
         the new weights. `in_flight` says what happens to running requests, as in `pause`: "abort", "keep" or "wait".
+        The callers of aborted requests may get their answers after this call has returned.
         """
 
     def ping(self) -> None:  # noqa: B027  an engine without this is never found dead

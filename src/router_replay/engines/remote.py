@@ -90,8 +90,9 @@ class RemoteEngine(Engine):
     def update_weights(self, source: WeightSource, version: int, in_flight: InFlight = "abort") -> None:
         """Load the weights of `source` as `version`, after settling running requests by `in_flight`.
 
-        Raises EngineError if that fails. If it is then unknown which weights the engine holds, every later request and
-        update raises the same error.
+        With "abort" it may return before the answers of the aborted requests are read. Later requests start after that.
+        Raises EngineError if the update fails. If it is then unknown which weights the engine holds, every later
+        request and update raises the same error.
         """
         source = self._source(source)
         self._wait(self._update(source, checks.version(version), check_in_flight(in_flight)))
@@ -188,7 +189,8 @@ class RemoteEngine(Engine):
             completions = await flight.work
         finally:
             flight.work.cancel()
-        self._refuse_broken()  # the engine broke meanwhile: it is unknown which weights sampled these
+        if not flight.ended:
+            self._refuse_broken()  # the engine broke meanwhile: it is unknown which weights sampled these
         if len(completions) != flight.request.sampling.n:
             asked = flight.request.sampling.n
             raise EngineError(
@@ -233,9 +235,7 @@ class RemoteEngine(Engine):
 
         Requests that have not started end at once; the others can only be aborted while no weights are being loaded.
         """
-        for flight in flights:
-            flight.stopped = True
-        await self._notify()
+        await self._mark_stopped(flights)
         if any(flight.started for flight in flights):
             async with self._exclusive:
                 awake = self._held and not self._connected.ends_while_held
@@ -246,6 +246,11 @@ class RemoteEngine(Engine):
                 finally:
                     if awake:
                         await self._seize()
+
+    async def _mark_stopped(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            flight.stopped = True
+        await self._notify()
 
     async def _bring_down(self, flights: Sequence[Flight]) -> None:
         seconds = 0.05
@@ -279,20 +284,66 @@ class RemoteEngine(Engine):
     async def _update(self, source: WeightSource, version: int, in_flight: InFlight) -> None:
         self._refuse_broken()
         await self._connected.find(source)
-        async with self._settled(in_flight):
+        loaded, told = asyncio.get_running_loop().create_future(), asyncio.Event()
+        caller = asyncio.current_task()
+        assert caller is not None
+        caller.add_done_callback(lambda _: told.set())
+        change = asyncio.ensure_future(self._change(source, version, in_flight, loaded, told))
+        change.add_done_callback(_retrieve)
+        try:
+            await asyncio.wait([change, loaded], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            change.cancel()
+            raise
+        if change.done():
+            change.result()
+
+    async def _change(
+        self,
+        source: WeightSource,
+        version: int,
+        in_flight: InFlight,
+        loaded: asyncio.Future[None],
+        told: asyncio.Event,
+    ) -> None:
+        """Settle earlier requests, load the weights, and resume.
+
+        If the engine can, requests are aborted after the load: it is held from before the load until they have ended,
+        so it computed all of their rows with the old weights. Their caller does not wait for that: `loaded` is set, and
+        `told` is set when the caller has been told, because reading hundreds of answers keeps this loop busy.
+        """
+        later = in_flight == "abort" and self._connected.aborts_after_load
+        async with self._settled("keep" if later else in_flight) as before:
             self._refuse_broken()
+            ending = before if later else []
+            for flight in ending:
+                flight.ended = True
+            await self._mark_stopped(ending)
             try:
                 await self._seize()
-                await self._load(source, version)
+                try:
+                    await self._load(source, version)
+                    if ending:
+                        loaded.set_result(None)
+                        await told.wait()
+                finally:
+                    await self._bring_down(ending)
+            except EngineError as error:
+                if loaded.done():  # the requests go on with the new weights, and the caller does not get the error
+                    self._broken = self._broken or str(error)
+                    for flight in ending:
+                        flight.ended = False
+                raise
             finally:
                 if not self._paused:  # also after a failure: kept requests would hang, and others use the server
                     with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
                         await self._release()
 
     async def _load(self, source: WeightSource, version: int) -> None:
-        kept = self._kept()
+        running = self._kept()
+        kept = [flight for flight in running if not flight.ended]
         try:
-            progress = await self._connected.load(source, version, kept)
+            progress = await self._connected.load(source, version, running)
             for flight in kept:
                 flight.swap(progress.get(flight.name, {}), version)
         except BrokenError as error:
@@ -304,15 +355,18 @@ class RemoteEngine(Engine):
         self.version = version
 
     @contextlib.asynccontextmanager
-    async def _settled(self, in_flight: InFlight) -> AsyncIterator[None]:
-        """Settle earlier requests (abort, wait or keep, as asked), and block starts, pauses and loads in the block."""
+    async def _settled(self, in_flight: InFlight) -> AsyncIterator[Sequence[Flight]]:
+        """Settle earlier requests (abort, wait or keep, as asked), and block starts, pauses and loads in the block.
+
+        The block gets the earlier requests that have not ended.
+        """
         before = list(self._flights)
         self._pending += 1
         try:
             async with self._turn:
                 await self._settle([flight for flight in before if not flight.done.done()], in_flight)
                 async with self._exclusive:
-                    yield
+                    yield [flight for flight in before if not flight.done.done()]
         finally:
             self._pending -= 1
             await self._notify()

@@ -79,6 +79,7 @@ class VllmBackend(Backend):
     """Implements the Backend calls for a vLLM engine, over a Transport."""
 
     ends_while_held = True
+    aborts_after_load = True
     takes_tensors = False
     """Whether `update_weights` takes tensors by name."""
 
@@ -160,11 +161,11 @@ class VllmBackend(Backend):
             raise broken(f"some workers loaded {shown}, but others refused it: {refused[0]}")
         try:
             progress = progress_of_all([answer.get("progress", {}) for answer in answers])
-            reset = await self.transport.reset_prefix_cache()
+            # vLLM resets nothing while requests hold blocks. Then the salt of each update separates the old blocks.
+            reset = bool(kept) or await self.transport.reset_prefix_cache()
         except Exception as error:  # the new weights are loaded, and would be reported as the old version
             raise broken(f"the weights of {shown} were loaded, but the steps after it failed: {error}") from error
-        # Kept requests hold blocks, so vLLM resets nothing; the salt of each update separates the old blocks.
-        if not reset and not kept:
+        if not reset:
             raise broken(
                 "vLLM did not reset its prefix cache after the weight update, so KV of the old weights would be used"
             )

@@ -115,6 +115,8 @@ def current_gpu() -> int:
 class StockBackend(VllmBackend):
     """Implements the Backend calls for a stock server. New weights go by vLLM's transfers."""
 
+    aborts_after_load = False  # the check of new weights lets the server compute
+
     def __init__(self, transport: Transport, http: Http, stock: Stock, no_plugin: str) -> None:
         super().__init__(transport)
         self._http, self._stock, self._no_plugin = http, stock, no_plugin
