@@ -76,7 +76,7 @@ def remember(model: nn.Module, state: State) -> None:
 
     This is called for each block, since checkpointing may be enabled at any time.
     """
-    for module in model.modules():
+    for module in _modules(model):
         for attribute in ATTRIBUTES:
             function = module.__dict__.get(attribute)
             if isinstance(function, functools.partial):
@@ -85,8 +85,19 @@ def remember(model: nn.Module, state: State) -> None:
 
 def forget(model: nn.Module, state: State) -> None:
     """Undo `remember` for the checkpoint functions that belong to this state."""
-    for module in model.modules():
+    for module in _modules(model):
         for attribute in ATTRIBUTES:
             function = module.__dict__.get(attribute)
             if isinstance(function, Remembering) and function.state is state:
                 setattr(module, attribute, function.inner)
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Return what `model.modules()` yields, which takes several times as long: its generators are nested."""
+    found, seen = [model], {model}
+    for module in found:  # grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
