@@ -78,15 +78,20 @@ class Mode:
             found.append(recorded.routes.ids)
         return np.concatenate(found).reshape(count, length, len(spec.layers), spec.top_k)
 
-    def step(self, workload: str) -> dict[str, float]:
-        """Time score and update of one whole step. The bytes are those of this mode, without those of the others."""
+    def step(self, workload: str, number: int | None = None) -> dict[str, float]:
+        """Time score and update of mini-batch `number`, or of a whole step.
+
+        The bytes are those of this mode, without those of the others.
+        """
+        minis = self._minis[workload]
+        minis = minis if number is None else minis[number : number + 1]
         others = self._allocated() - self._own
-        for micro in (micro for mini in self._minis[workload] for micro in mini.micro):
+        for micro in (micro for mini in minis for micro in mini.micro):
             vars(micro).pop("_tensors", None)  # a real step has new batches, which it copies to the device
         own = self._allocated() - others
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
-        found = self._timed(self._minis[workload])
+        found = self._timed(minis)
         peak = torch.cuda.max_memory_allocated() - others if self._cuda else 0
         self._own = self._allocated() - others
         return {**found, "peak_bytes": float(peak), "resting_bytes": float(own)}  # weights, copies and optimizer
@@ -164,6 +169,7 @@ def make_modes(job: dict[str, Any]) -> dict[str, Mode]:
 
 def main() -> None:
     modes = make_modes(json.loads(sys.stdin.readline()))
+    gc.freeze()  # what exists now stays, and a collection need not look at it
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
