@@ -223,6 +223,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="tiny", help="check: --size gpu with a tiny model, as a test")
     parser.add_argument("--engine", choices=["embedded", "vllm"], help="vllm by default, but embedded for --size tiny")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", choices=["sync", "async"], help="run one loop alone, without a comparison")
     parser.add_argument("--steps", type=int, help=f"after {WARM_UP} for the warm-up; 8 by default, 5 for --size gpu")
     parser.add_argument("--set", action="append", default=[], help="a setting of both runs")
     arguments = parser.parse_args()
@@ -251,6 +252,8 @@ def measure(arguments: argparse.Namespace, size: Size, model: pathlib.Path) -> i
 
         return run(loop, [*settings, *(size.asynchronous if loop == "async" else ())], on_step)
 
+    if arguments.only:
+        return int(show_run(arguments.only, once(arguments.only), goal))
     ratios, of_medians, missed = list[float](), list[float](), False
     for pair in range(arguments.pairs):
         found = dict[str, Found]()

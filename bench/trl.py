@@ -387,10 +387,10 @@ def main() -> int:
                     print(f"round {number}{warm}, {racer.name}: {wall:.2f} s, {cpu:.2f} CPU s", flush=True)
                     if not warm:
                         taken[racer.name].append(found)
+            return show(taken["trl"], taken["ours"], arguments.device)
         finally:
             for racer in racers:
                 racer.close()
-    return show(taken["trl"], taken["ours"], arguments.device)
 
 
 if __name__ == "__main__":
