@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from router_replay.errors import ReplayError
+from router_replay.replay.checkpoint import _modules
 from router_replay.replay.replayer import RouterReplay
 from tests.replay import tiny
 from tests.replay.conftest import routes_for
@@ -226,3 +227,12 @@ def test_a_deepcopy_forgets_checkpoint_contexts(model: tiny.Tiny, replayer: Rout
     twin = tiny.Tiny("twin", copy.deepcopy(model.model), model.inputs, model.tokens)
     assert twin.model.model.layers[0]._gradient_checkpointing_func.func is checkpoint
     twin.forward().sum().backward()
+
+
+def test_checkpoints_are_looked_for_in_every_module() -> None:
+    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)])
+    model.append(model[1])  # shared
+    model.register_module("absent", None)
+    found = _modules(model)
+    assert len(found) == len(set(found))
+    assert set(found) == set(model.modules())
