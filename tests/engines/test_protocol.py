@@ -185,6 +185,19 @@ def test_a_load_that_breaks_vllm_takes_nothing_from_the_requests_that_it_aborts(
             engine.generate([Request(PROMPT, FOUR)])
 
 
+def test_vllm_that_does_not_go_on_after_an_update_takes_no_requests() -> None:
+    """The caller of the update has gone on, so the next calls say it: their requests would wait for ever."""
+    with fake_engine("vllm_http") as (server, engine):
+        flying = running(engine, server, Request(PROMPT, FOUR))
+        server.stub.answers["/resume"] = Reply({"error": "out of memory"}, 500)
+        engine.update_weights("/weights/1", 1, "abort")
+        assert flying.result(120)[0].finish_reason == "abort"
+        with pytest.raises(EngineError, match="out of memory"):
+            engine.generate([Request(PROMPT, FOUR)])
+        with pytest.raises(EngineError, match="out of memory"):
+            engine.ping()
+
+
 def test_vllm_that_does_not_end_the_aborted_requests_takes_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would go on with them and the new weights, and their rows would have the old version."""
     monkeypatch.setattr(remote, "ABORT_ROUNDS", 2)

@@ -329,15 +329,26 @@ class RemoteEngine(Engine):
                 finally:
                     await self._bring_down(ending)
             except EngineError as error:
-                if loaded.done():  # the requests go on with the new weights, and the caller does not get the error
+                if loaded.done():  # the caller has gone on, so the next calls raise it
                     self._broken = self._broken or str(error)
-                    for flight in ending:
-                        flight.ended = False
+                for flight in ending:  # those that are left go on, and with new or unknown weights if it is broken
+                    flight.ended = False
                 raise
             finally:
                 if not self._paused:  # also after a failure: kept requests would hang, and others use the server
-                    with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
-                        await self._release()
+                    await self._release_after(loaded)
+
+    async def _release_after(self, loaded: asyncio.Future[None]) -> None:
+        """Release the engine after a weight change. A failure is raised, or kept for the next calls if it is `loaded`.
+
+        An engine that is broken already has its reason.
+        """
+        try:
+            await self._release()
+        except Exception as error:
+            if not self._broken:
+                self._broken = str(error) if loaded.done() else ""
+                raise
 
     async def _load(self, source: WeightSource, version: int) -> None:
         running = self._kept()
