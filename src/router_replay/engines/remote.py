@@ -309,8 +309,9 @@ class RemoteEngine(Engine):
         """Settle earlier requests, load the weights, and resume.
 
         If the engine can, requests are aborted after the load: it is held from before the load until they have ended,
-        so it computed all of their rows with the old weights. Their caller does not wait for that: `loaded` is set, and
-        `told` is set when the caller has been told, because reading hundreds of answers keeps this loop busy.
+        so it computed all of their rows with the old weights. The caller of the update does not wait for their answers:
+        `loaded` lets it return, and they are read only when `told` is set, after it has returned, because reading
+        hundreds of answers keeps this loop busy.
         """
         later = in_flight == "abort" and self._connected.aborts_after_load
         async with self._settled("keep" if later else in_flight) as before:
