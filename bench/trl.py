@@ -14,9 +14,9 @@ the phases are in wall seconds, and every phase waits for the GPU where it begin
 and steps its optimizer between its phases, so that these stand under "all else"; ours are in the update.
 
 `--size gpu` trains the model of `router-replay make-model --size gpu` with random weights (16 layers, 8 of 64 experts):
-64 prompts x 8 samples of at most 64 tokens, all in one batch of the engine. Answers should have about 25 tokens. Such a model
-never answers right, so `bench/even_sums.py` rewards the token ids, for both trainers. No group is dropped on either
-side. Samples differ between the two, and with them the tokens of a step: the table has both.
+64 prompts x 8 samples of at most 64 tokens, all in one batch of the engine. Answers should have about 25 tokens. Such a
+model never answers right, so `bench/even_sums.py` rewards the token ids, for both trainers. No group is dropped on
+either side. Samples differ between the two, and with them the tokens of a step: the table has both.
 
 With `--dtype float32`, the default, both compute the same: float32 weights, float32 passes without TF32, and a float32
 AdamW. Mixed precision is not the same computation in both: TRL's is autocast, and transformers' experts are not part of
