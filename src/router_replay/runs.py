@@ -79,7 +79,11 @@ class Runs:
 
     def expand(self) -> np.ndarray:
         """Return the elements as a 1-D array; an empty one has the dtype int64."""
-        return np.repeat(np.array(self.values), np.diff(self.ends, prepend=0)) if self.values else np.zeros(0, np.int64)
+        if not self.values:
+            return np.zeros(0, np.int64)
+        lengths = np.array(self.ends)
+        lengths[1:] -= lengths[:-1].copy()
+        return np.repeat(np.array(self.values), lengths)
 
     def spans(self, value: int) -> list[tuple[int, int]]:
         """Return the (start, end) pairs of the runs that equal `value`."""

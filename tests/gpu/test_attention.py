@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,12 @@ def run(model: Any, replayer: RouterReplay, batch: Batch) -> tuple[np.ndarray, t
     return found.detach().float().cpu().numpy(), model.model.layers[0].self_attn.q_proj.weight.grad.float().clone()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
 @pytest.mark.parametrize("window", [False, True], ids=["whole", "window"])
-def test_packed_sequences_are_as_near_to_single_ones_as_with_a_mask(device: str, window: bool) -> None:
+def test_packed_sequences_are_as_near_to_single_ones_as_with_a_mask(device: str, window: bool, kernel: str) -> None:
     """In each kind of attention, and as near to a model in float32, so that the kernel itself is as exact."""
+    if kernel == "flash" and (device == "cpu" or importlib.util.find_spec("flash_attn") is None):
+        pytest.skip("the package flash-attn, which needs a GPU, is not installed")
     model = windowed(make_model(0, device)) if window else make_model(0, device)
     replayer = RouterReplay(model)
     batch = batch_of(replayer)
@@ -57,8 +61,8 @@ def test_packed_sequences_are_as_near_to_single_ones_as_with_a_mask(device: str,
     exact, exact_gradient = run_single(exact_model, RouterReplay(exact_model), batch)
     masked_alone, masked_alone_gradient = run_single(model, replayer, batch)
     masked, masked_gradient = run(model, replayer, batch)
-    used = use_packed_attention(model)
-    assert used == ("varlen" if device == "cuda" else "segments")
+    used = use_packed_attention(model, kernel)
+    assert used == (kernel if kernel == "flash" else "varlen" if device == "cuda" else "segments")
     alone, alone_gradient = run_single(model, replayer, batch)
     packed, packed_gradient = run(model, replayer, batch)
     for what, ours, theirs in (

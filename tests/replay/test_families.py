@@ -26,7 +26,9 @@ from router_replay.families.from_modules import find_routers
 from router_replay.families.types import YES
 from router_replay.families.versions import is_older
 from router_replay.forward.router_precision import compute_routers_in_float32
+from router_replay.replay.own_code import with_topk
 from router_replay.replay.replayer import RouterReplay
+from router_replay.replay.site import Site
 from tests.replay import rules, tiny
 from tests.replay.probe import Probe
 
@@ -123,6 +125,34 @@ def test_config_and_modules_agree(family: str, model: tiny.Tiny) -> None:
     assert RouterSpec.from_config(model.model.config) == found
     assert RouterSpec.from_config(model.model.config.to_dict()) == found
     assert RouterSpec.from_config(model.model.config).num_layers == found.num_layers
+
+
+@every_family
+def test_a_router_without_a_mode_computes_the_same_bits(
+    family: str, model: tiny.Tiny, replayer: RouterReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its second call on, a router that chooses in its own code needs no TorchFunctionMode."""
+    routes = random_routes(replayer.spec, model.tokens)
+    used: list[str] = []
+
+    def counted(function: Any, topk: Any) -> Any:
+        used.append(function.__qualname__)
+        return with_topk(function, topk)
+
+    def replayed() -> tuple[Tensor, dict[str, Tensor]]:
+        with replayer.replay(routes):
+            return run(model)
+
+    monkeypatch.setattr("router_replay.replay.site.with_topk", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr(Site, "_learn_chooser", lambda *_: None)
+        expected = replayed()
+        assert_same(replayed(), expected)
+        assert not used
+    replayed()
+    assert_same(replayed(), expected)
+    plain = family in ("qwen3_moe", "mixtral", "gpt_oss", "olmoe")
+    assert len(used) in ((len(replayer.routers),) if plain else (0, len(replayer.routers)))
 
 
 @every_family

@@ -74,13 +74,13 @@ class CalledTwice:
 def remember(model: nn.Module, state: State) -> None:
     """Wrap every checkpoint function in the model that is not wrapped yet.
 
-    This is called for each block, since checkpointing may be enabled at any time.
+    This is called for each outermost block, since checkpointing may be enabled at any time.
     """
     for module in _modules(model):
+        held = module.__dict__
         for attribute in ATTRIBUTES:
-            function = module.__dict__.get(attribute)
-            if isinstance(function, functools.partial):
-                setattr(module, attribute, Remembering(function, state))
+            if attribute in held and isinstance(held[attribute], functools.partial):
+                setattr(module, attribute, Remembering(held[attribute], state))
 
 
 def forget(model: nn.Module, state: State) -> None:

@@ -95,6 +95,9 @@ class Watch(Wrapper):
                 "used: a fused kernel or a patch runs in place of the router. Switch it off (for hub kernels: load the "
                 "model without use_kernels), or report the model's class"
             )
+        if state.plan is not None and state.plan.holds_choice and (state.recordings or state.measuring):
+            for site, chosen_TK in zip(self.sites, state.plan.choice_TLK().unbind(1), strict=True):
+                site.chosen_TK = chosen_TK
         self._measure()
         for site in self.sites:
             site.record()

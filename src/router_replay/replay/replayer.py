@@ -119,7 +119,7 @@ class RouterReplay:
         # FSDP1 keeps flat parameters above the decoder, so the device is unknown here; the pass then moves the plan.
         tensors = on_device(routes, rows, device_of(self._found.stack) or "cpu")
         plan = Plan.of(rows, tensors, count_rows(rows, idle), agreement=wanted, start=start)
-        checkpoint.remember(self._model, self._state)
+        self._remember_checkpoints()
         with self._state.block(plan), self._counters.counting(plan):
             yield self
 
@@ -164,7 +164,7 @@ class RouterReplay:
         Yields a Recorded, which holds complete passes only: a pass that fails is dropped.
         """
         recording = Recording(self._spec)
-        checkpoint.remember(self._model, self._state)
+        self._remember_checkpoints()
         with self._state.block(recording):
             yield Recorded(recording)
 
@@ -175,7 +175,7 @@ class RouterReplay:
         `counted` [T] is a tensor on the device of the passes, True for the tokens that count; without it all do.
         Nothing is read from the device.
         """
-        checkpoint.remember(self._model, self._state)
+        self._remember_checkpoints()
         with self._state.block(Measuring(gauge, counted)):
             yield
 
@@ -215,6 +215,10 @@ class RouterReplay:
         return text + ")"
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _remember_checkpoints(self) -> None:
+        if not self._state.blocks:  # otherwise the block around this one has done it
+            checkpoint.remember(self._model, self._state)
 
     def _refuse_unfit(self, rows: Rows, needed: Any) -> None:
         if rows.spec != self._spec:

@@ -4,7 +4,8 @@ While a router runs inside one of these modes, the operation that chooses (`topk
 the recorded ids and the live scores at those ids. Everything the family does with the chosen scores
 afterwards (normalise, scale, cast, add a bias) happens as in a live pass, with gradients to the router.
 
-A mode is used for one call of one router. `chosen` holds the ids that the router received: the recorded ids,
+A mode is used for one call of one router. If the router is known to choose by `torch.topk` in its own code, `own_code`
+puts `Selection.topk` there, and the mode stays off. `chosen` holds the ids that the router received: the recorded ids,
 the live choice if there were none, or a mix by row.
 
 Shapes: T tokens, K top-k, E experts, G groups. Leading dimensions of scores may be [T] or [batch, sequence].
@@ -13,6 +14,8 @@ Shapes: T tokens, K top-k, E experts, G groups. Leading dimensions of scores may
 from __future__ import annotations
 
 import math
+import sys
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,9 +35,11 @@ MAX = (torch.max, Tensor.max)
 class Selection(TorchFunctionMode):
     """Handles one call of a router that chooses with a single topk over all experts.
 
-    `ids_TK` are the recorded ids (int64), or None to let the router choose. `live_T1` is True for rows without
-    recorded ids; None means that every row has them. With `compare`, the live choice is also computed and kept in
-    `live_choice`. `scores`, if it is set, is shown what the router computes.
+    `ids_TK` are the recorded ids, or None to let the router choose. They are int64; if rows are missing, uint8 is
+    enough, since `mix` widens them then. `live_T1` is True for rows without recorded ids; None means that every row has
+    them. With `compare`, the live choice is also computed and kept in `live_choice`. `scores`, if it is set, is shown
+    what the router computes. `choosers` has, for each operation that chose while the mode was on, the code that called
+    it if it was `torch.topk`, otherwise None.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
@@ -46,12 +51,20 @@ class Selection(TorchFunctionMode):
         self.chosen: Tensor | None = None
         self.live_choice: Tensor | None = None
         self.scores: RouterScores | None = None
+        self.choosers: list[CodeType | None] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.chosen
         out = self.answer(func, args, kwargs or {})
+        if not torch.compiler.is_compiling() and self.chosen is not before:
+            self.choosers.append(sys._getframe(1).f_code if func is torch.topk else None)
         if self.scores is not None and func in ACTIVATIONS:
             self.scores.see(func, out)
         return out
+
+    def topk(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `torch.topk` in a router's own code, without the mode."""
+        return self.answer(torch.topk, args, kwargs)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of the operation `func` of the router; of its choice, with the recorded ids."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from router_replay.errors import ReplayError
 from router_replay.families import Choice
 from router_replay.families.from_modules import FoundRouter
+from router_replay.replay.own_code import calls_topk, with_topk
 from router_replay.replay.router_scores import RouterScores
 from router_replay.replay.selection import Selection
 from router_replay.replay.special import ALL_SELECTIONS
@@ -33,6 +34,7 @@ class Site(Wrapper):
         self.used = False  # True once the choice was replayed or recorded in the current pass
         self.chosen_TK: Tensor | None = None  # the choice of the current pass, if one records or measures it
         self.figures_2T: Tensor | None = None  # mass and entropy of the current pass, if one measures
+        self.chooser: Any = None  # the router's method, once a call has shown that its own code calls `torch.topk`
 
     def installed(self) -> Callable[..., Any]:
         """Return a bound method, so that all layers share one compiled graph."""
@@ -57,15 +59,15 @@ class Site(Wrapper):
             self.used = True
             if scores is not None:
                 self.figures_2T = scores.figures()
-            if self.state.recordings:
-                self.chosen_TK = selection.chosen.detach().to(self.state.recordings[0].dtype)
-                if not self.state.passing:  # a router that is called alone; Watch records the passes of the decoder
+            recordings, passing = self.state.recordings, self.state.passing
+            if (recordings or scores is not None) and not (passing and plan is not None and plan.holds_choice):
+                chosen_TK = selection.chosen.detach()
+                self.chosen_TK = chosen_TK.to(recordings[0].dtype) if recordings else chosen_TK
+                if not passing:  # a router that is called alone; Watch records and counts the passes of the decoder
                     self.record()
-            elif scores is not None:
-                self.chosen_TK = selection.chosen.detach()
             if plan is not None and selection.ids_TK is not None:
                 plan.compare(self.column, live_TK if apart else selection.live_choice)
-                if not self.state.passing:  # as above; Watch counts after a pass of the decoder
+                if not passing:
                     plan.count_agreement(self.column)
         return out
 
@@ -94,13 +96,28 @@ class Site(Wrapper):
         `scores` is shown what the router computes. Returns the router's output and the Selection, which holds the
         chosen ids.
         """
-        ids_TK = None if plan is None else plan.column(self.column)
+        mixed = plan is not None and plan.can_be_mixed_narrow and self.router.choice is Choice.TOP_K
+        ids_TK = None if plan is None else plan.column(self.column, widen=not mixed)
         live_T1 = None if plan is None else plan.live_T1
         selection = ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
         selection.scores = scores
+        eager = not torch.compiler.is_compiling()
+        if eager and self.chooser is not None and scores is None and self.chooser is self.of_class():
+            return with_topk(self.chooser, selection.topk)(self.module, *args, **kwargs), selection
         with selection:
             out = self.original(*args, **kwargs)
+        if eager and self.chooser is None:
+            self._learn_chooser(selection)
         return out, selection
+
+    def _learn_chooser(self, selection: Selection) -> None:
+        """Note whether the router chose by `torch.topk` in its own code, and by nothing else.
+
+        Only a single choice among all experts counts: those of the other rules depend on each other.
+        """
+        if self.router.choice is Choice.TOP_K and self.previous is None and len(selection.choosers) == 1:
+            function = self.of_class()
+            self.chooser = function if calls_topk(function, selection.choosers[0]) else None
 
     def _live_choice(self, args: Any, kwargs: Any) -> Tensor | None:
         """Return the live choice of a second call of the router.

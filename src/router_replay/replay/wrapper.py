@@ -85,7 +85,11 @@ class Wrapper:
         """Call the method without this wrapper. It is looked up in each call, since FSDP2 changes the class."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        return self.of_class()(self.module, *args, **kwargs)
+
+    def of_class(self) -> Any:
+        """Return the method that the class of the module has now."""
+        return getattr(type(self.module), self.method)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
