@@ -156,6 +156,22 @@ def test_a_router_without_a_mode_computes_the_same_bits(
 
 
 @every_family
+def test_a_recording_inside_a_replay_holds_the_live_choice_of_missing_rows(
+    family: str, model: tiny.Tiny, replayer: RouterReplay
+) -> None:
+    """With agreement it is read from what is kept for the comparison, without it from each router's call."""
+    routes = random_routes(replayer.spec, model.tokens, captured=np.arange(model.tokens) % 3 != 1)
+    found = []
+    for agreement in (False, True):
+        replaying = replayer.replay(routes, on_missing="live", agreement=agreement)
+        with torch.no_grad(), replayer.record() as recorded, replaying:
+            model.forward()
+        found.append(recorded.routes)
+    assert found[1] == found[0]
+    assert found[1][:1] == routes[:1]
+
+
+@every_family
 def test_record_and_replay_of_the_own_choice_change_no_bit(family: str, model: tiny.Tiny) -> None:
     baseline = run(model)
     replayer = RouterReplay(model.model)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from router_replay.families import Choice
 from router_replay.replay.own_code import calls_topk, with_topk
 from router_replay.replay.selection import Selection
+from router_replay.replay.site import Site
 
 FACTOR = 2.0
 
@@ -66,3 +68,23 @@ def test_the_mode_notes_the_code_that_chose(function: Any, expected: Any) -> Non
     with Selection(router, torch.tensor([[3]]), None, compare=False) as selection:
         function(torch.rand(1, 4))
     assert selection.choosers == [expected]
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "previous", "learned"),
+    [
+        (Choice.TOP_K, 1, None, True),
+        (Choice.GROUPED, 1, None, False),  # the choice of groups may be elsewhere
+        (Choice.TOP_K, 2, None, False),
+        (Choice.TOP_K, 1, choose, False),  # other code stands in place of the method
+    ],
+)
+def test_a_router_is_learned_if_one_call_of_topk_is_its_whole_choice(
+    kind: Choice, calls: int, previous: Any, learned: bool
+) -> None:
+    site: Any = types.SimpleNamespace(
+        router=types.SimpleNamespace(choice=kind), previous=previous, of_class=lambda: choose, chooser=None
+    )
+    selection: Any = types.SimpleNamespace(choosers=[choose.__code__] * calls)
+    Site._learn_chooser(site, selection)
+    assert site.chooser is (choose if learned else None)
