@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AttentionInterface
+from transformers.utils.generic import is_flash_attention_requested
 
 from router_replay import RouterReplay, Sample, logprobs, pack
 from router_replay.batch import Batch
@@ -227,6 +229,17 @@ def test_the_borders_of_another_batch_are_refused() -> None:
     parts = [torch.randn(1, heads, 9, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     with pytest.raises(ReplayError, match="expects one bin of 8 slots, got queries"):
         attention(*parts, Sequences((0, 3, 8), "cpu"))
+
+
+@pytest.mark.parametrize("kind", ["varlen", "flash", "segments"])
+def test_transformers_takes_the_name_of_every_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with "flash" in it would make it look for a kernel of its own, where flash-attn is installed."""
+    monkeypatch.setattr("router_replay.forward.attention.attention_of", lambda *_: kind)  # as on a GPU
+    model = tiny.make("qwen3_moe").model
+    assert use_packed_attention(model, kind) == kind
+    name = model.config._attn_implementation
+    assert name in AttentionInterface()
+    assert not is_flash_attention_requested(requested_attention_implementation=name)
 
 
 def test_what_is_not_possible_is_said() -> None:

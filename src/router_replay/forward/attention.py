@@ -52,7 +52,7 @@ def use_packed_attention(model: Any, kind: str = "auto", dtype: torch.dtype | No
         if attends_by_lengths(decoder):
             inner.set_attn_implementation(before)
         return found
-    name = f"{BY_LENGTHS}{kind}{_OVER}{before}"
+    name = name_of(kind, before)
     AttentionInterface.register(name, functools.partial(packed_attention, kind, before))
     AttentionMaskInterface.register(name, _masks_of(before))
     inner.set_attn_implementation(name)
@@ -62,6 +62,14 @@ def use_packed_attention(model: Any, kind: str = "auto", dtype: torch.dtype | No
             f'record says so: set attention to "{MASKED}"'
         )
     return found
+
+
+def name_of(kind: str, before: str) -> str:
+    """Return the name of the attention `kind` over the attention `before` in transformers' interface.
+
+    transformers takes a name with "flash" in it for one of its own kernels, and looks for that kernel.
+    """
+    return f"{BY_LENGTHS}{kind.replace('flash', 'fa')}{_OVER}{before}"
 
 
 def attention_of(model: Any, kind: str = "auto", dtype: torch.dtype | None = None) -> str:
