@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from bench.engine_probe import PROBE, pin_threads
+from bench.verdicts import QUANTILE
 from router_replay.engines import Engine, Request, Sampling
 from router_replay.engines.vllm.requests import sampling_arguments
 from router_replay.routes import Routes
 from router_replay.stitch import Trajectory
 
-QUANTILE = 0.25  # of the decode steps of a turn: other work on the machine makes steps longer, never shorter
 TRIES = 5  # of one turn
 FIRST_TOKEN = 3  # the ids below are special in many vocabularies
 
@@ -46,13 +46,15 @@ class Work:
 class Cost:
     """Hold the cost of one turn in seconds; `step` and `gpu_step` are the lower quartiles of its pure decode steps.
 
-    `turn` is the time that the client waited, in which every pure decode step counts as much as the lower quartile, so
-    that pauses of the machine in some of them are left out. `wait` is the same time as it was measured. `parts` are the
+    `wait` is the time that the client waited. It consists of `decodes`, the times of all pure decode steps but the
+    last, of `after`, the time from the start of the last step on, and of all else, which is `before`. `parts` are the
     medians of what the engine core does in a pure decode step, and `prompt_parts` in a step with tokens of prompts.
     """
 
-    turn: float
     wait: float
+    before: float
+    decodes: tuple[float, ...]
+    after: float
     step: float
     gpu_step: float
     gpu: float
@@ -196,11 +198,13 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
     intervals = np.diff(start)
     timed = decodes[:-1]
     step = float(np.quantile(intervals[timed], QUANTILE)) if timed.any() else 0.0
-    turn = ended - started - float(np.sum(intervals[timed] - step))
+    after = ended - float(start[-1]) if timed.any() else 0.0
     gpu_step = float(np.quantile(gpu[decodes], QUANTILE)) if decodes.any() else 0.0
     return Cost(
-        turn=turn,
         wait=ended - started,
+        before=ended - started - after - float(intervals[timed].sum()),
+        decodes=tuple(intervals[timed].tolist()),
+        after=after,
         step=step,
         gpu_step=gpu_step,
         gpu=float(gpu[~decodes].sum() + gpu_step * decodes.sum()),

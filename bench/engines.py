@@ -7,7 +7,7 @@
     python -m bench.engines --client           payload and client CPU only; needs no vLLM
 
 The engines run side by side and take turns: a round has one short turn of every kind, in random order. Only turns of
-the same round are compared. A figure is the median over the rounds, with an interval that has a confidence of 95 %.
+the same round are compared. A figure has an interval with a confidence of 95 %.
 Two engines that do not differ are compared in the same way. If they seem to differ by as much as the goal asks for,
 there is no verdict. The exit code is 1 if a goal was missed, and 2 if there is no verdict.
 
@@ -36,7 +36,7 @@ import torch
 
 from bench.engine_host import Cost, Host, Work
 from bench.engine_probe import PARTS
-from bench.verdicts import Share, verdict
+from bench.verdicts import QUANTILE, Share, verdict
 from router_replay import wire
 from router_replay.engines.vllm.http import samples_of
 from router_replay.engines.vllm.plugin.routes import delivery
@@ -110,9 +110,9 @@ def _comparisons() -> dict[str, Comparison]:
 
 COMPARISONS = _comparisons()
 DEFAULT = [name + words for words in ("", ", no log-probs") for name in ("capture", "forced prefix")]
-# What a turn costs, and how it is printed. The verdict is about the first.
+# What a turn costs, and how it is printed, beside the cost of its parts (`TURN`), which the verdict is about.
+TURN = "turn"
 QUANTITIES: dict[str, Callable[[Cost], float]] = {
-    "turn": lambda cost: cost.turn,
     "as waited": lambda cost: cost.wait,
     "decode step": lambda cost: cost.step,
     "GPU": lambda cost: cost.gpu,
@@ -249,39 +249,59 @@ def _work(turn: Turn, chosen: argparse.Namespace) -> Work:
 
 def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -> tuple[list[str], int]:
     """Return the lines of the table, and the exit code that follows from the verdicts."""
+    parts = {turn: parts_of(taken) for turn, taken in costs.items()}
     shares = {
         name: {
-            quantity: Share.of([read(cost) for cost in costs[one.base]], [read(cost) for cost in costs[one.other]])
-            for quantity, read in QUANTITIES.items()
-            if all(read(cost) > 0 for turn in (one.base, one.other) for cost in costs[turn])
+            TURN: Share.of_parts(parts[one.base], parts[one.other]),
+            **{
+                quantity: Share.of([read(cost) for cost in costs[one.base]], [read(cost) for cost in costs[one.other]])
+                for quantity, read in QUANTITIES.items()
+                if all(read(cost) > 0 for turn in (one.base, one.other) for cost in costs[turn])
+            },
         }
         for name, one in comparisons.items()
     }
     rounds = min(len(taken) for taken in costs.values())
-    columns = [quantity for quantity in QUANTITIES if any(quantity in found for found in shares.values())]
+    columns = [quantity for quantity in (TURN, *QUANTITIES) if any(quantity in found for found in shares.values())]
     lines = [
-        f"share of the speed, median of {rounds} rounds [95 % interval]; below 1 is slower",
+        f"share of the speed, {rounds} rounds [95 % interval]; below 1 is slower",
         f"{'':34}" + "".join(f"{column:24}" for column in columns),
     ]
     for name, found in shares.items():
         cells = "".join(f"{found[column]!s:24}" if column in found else f"{'':24}" for column in columns)
         lines.append(f"{name:34}{cells}".rstrip())
-    lines.append("milliseconds, median: turn, decode step, decode step on the GPU, core CPU, client CPU of a turn")
+    lines.append("milliseconds: turn, of it before the decode steps and after them; medians: decode step, decode step")
+    lines.append("on the GPU, core CPU, client CPU of a turn")
     for turn, taken in costs.items():
-        read = [[c.turn for c in taken], [c.step for c in taken], [c.gpu_step for c in taken]]
+        steps = np.quantile(parts[turn], QUANTILE, axis=0)
+        read = [[c.step for c in taken], [c.gpu_step for c in taken]]
         read += [[c.core_cpu for c in taken], [c.client_cpu for c in taken]]
-        figures = "".join(f"{statistics.median(one) * 1e3:12.3f}" for one in read)
-        lines.append(f"{_name(turn):34}{figures}")
+        figures = [steps.sum(), steps[0], steps[-1], *(statistics.median(one) for one in read)]
+        lines.append(f"{_name(turn):34}" + "".join(f"{one * 1e3:12.3f}" for one in figures))
     lines += _parts("of a decode step", {turn: [cost.parts for cost in taken] for turn, taken in costs.items()})
     lines += _parts("of a step with prompts", {turn: [cost.prompt_parts for cost in costs[turn]] for turn in costs})
     words = {
-        name: verdict(shares[name]["turn"], one.goal, shares[one.same]["turn"])
+        name: verdict(shares[name][TURN], one.goal, shares[one.same][TURN])
         for name, one in comparisons.items()
         if one.goal is not None
     }
     lines += [f"{name}, goal {comparisons[name].goal}: {word}" for name, word in words.items()]
     code = 1 if "MISSED" in words.values() else 2 if any(word != "kept" for word in words.values()) else 0
     return lines, code
+
+
+def parts_of(taken: Sequence[Cost]) -> list[list[float]]:
+    """Return the parts of each turn: the time before the decode steps, each of these, and the time after them.
+
+    All turns of a kind get equally many parts. The number of decode steps differs by a few, because prompts may arrive
+    in another number of steps; they are counted from the end, and what a turn has more is part of the time before.
+    """
+    count = min(len(cost.decodes) for cost in taken)
+    found = []
+    for cost in taken:
+        early = len(cost.decodes) - count
+        found.append([cost.before + sum(cost.decodes[:early]), *cost.decodes[early:], cost.after])
+    return found
 
 
 def _parts(what: str, taken: dict[Turn, list[dict[str, float]]]) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import numpy as np
 import pytest
 
 from bench.engine_host import cost_of
+from bench.engines import parts_of
 from bench.verdicts import Share, verdict
 
 
@@ -51,7 +55,33 @@ def test_only_rounds_of_both_can_be_compared() -> None:
         Share.of([1.0, 2.0], [1.0])
 
 
-def test_a_pause_in_a_decode_step_does_not_count_and_all_else_does() -> None:
+def test_pauses_do_not_count_and_what_every_round_has_in_one_of_its_parts_does() -> None:
+    """Rounds of 40 parts, of which every eighth costs 1.5 in the second mode; some other parts have a pause."""
+    rng = np.random.default_rng(5)
+    base = rng.normal(1, 0.01, (20, 40))
+    other = rng.normal(1, 0.01, (20, 40))
+    other[:, ::8] += 0.5
+    again = rng.normal(1, 0.01, (20, 40))
+    for rounds in (base, other, again):
+        rounds[rng.random(rounds.shape) < 0.1] += 10
+    found, same = Share.of_parts(base.tolist(), other.tolist()), Share.of_parts(base.tolist(), again.tolist())
+    assert found.median == pytest.approx(40 / 42.5, abs=0.005)
+    assert same.noise < 0.01
+    assert found.low < 40 / 42.5 < found.high
+    assert verdict(found, 0.97, same) == "MISSED"
+    with pytest.raises(ValueError, match="got 20 and 19"):
+        Share.of_parts(base.tolist(), other[1:].tolist())
+
+
+def test_turns_of_one_kind_have_equally_many_parts() -> None:
+    costs: list[Any] = [
+        types.SimpleNamespace(before=5.0, decodes=(1.0, 2.0, 3.0), after=7.0),
+        types.SimpleNamespace(before=6.0, decodes=(2.0, 3.0), after=8.0),
+    ]
+    assert parts_of(costs) == [[6.0, 2.0, 3.0, 7.0], [6.0, 2.0, 3.0, 8.0]]
+
+
+def test_the_parts_of_a_turn_are_what_its_client_waited_for() -> None:
     """Four requests: a step with the prompts of 0.5 s, then decode steps of 0.1 s, one of which took 2 s."""
     start = [10.2, 10.7, 10.8, 12.8, 12.9, 13.0]
     steps = {
@@ -61,7 +91,9 @@ def test_a_pause_in_a_decode_step_does_not_count_and_all_else_does() -> None:
     cost = cost_of(steps, 4, started=10.0, ended=13.4, client_cpu=0.3)
     assert cost.step == pytest.approx(0.1)
     assert cost.wait == pytest.approx(3.4)
-    assert cost.turn == pytest.approx(0.2 + 0.5 + 4 * 0.1 + 0.4)
+    assert cost.before == pytest.approx(0.2 + 0.5)
+    assert cost.decodes == pytest.approx((0.1, 2.0, 0.1, 0.1))
+    assert cost.after == pytest.approx(0.4)
     assert cost.gpu == pytest.approx(0.4 + 5 * 0.05)
     assert cost.parts == {"update": 0.01}
     assert (cost.steps, cost.decode_steps, cost.core_cpu, cost.client_cpu) == (6, 5, 0.7, 0.3)

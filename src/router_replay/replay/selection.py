@@ -94,7 +94,10 @@ class Selection(TorchFunctionMode):
         """
         if not self.needs_live:
             return None
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                live = func(*args, **kwargs)
+        else:  # entering the block takes as long as a small operation
             live = func(*args, **kwargs)
         return live if isinstance(live, Tensor) else live[1]
 
