@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,21 +65,25 @@ def test_agreement_counts_equal_sets_after_the_pass_and_no_missing_row() -> None
     assert made.agree_L.tolist() == [4, 0]
 
 
-@pytest.mark.parametrize("at_once", [1, 20, 1 << 26])
+@pytest.mark.parametrize("order", [range(5), (3, 0, 1, 4, 2), (0, 1, 0, 1, 2, 3, 4)], ids=["in order", "not", "again"])
+@pytest.mark.parametrize(("at_once", "held"), [(1, 1), (20, 1 << 22), (1 << 26, 13)])
 def test_agreement_is_the_same_however_many_layers_are_compared_at_once(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int, held: int, order: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids of two bytes, of which torch reads the larger ones as negative numbers."""
+    """Ids of two bytes, of which torch reads the larger ones as negative numbers. Layers come again if a pass failed."""
     monkeypatch.setattr("router_replay.replay.state.COMPARED_AT_ONCE", at_once)
+    monkeypatch.setattr("router_replay.replay.state.HELD_AT_ONCE", held)
     spec = RouterSpec(65536, 2, (0, 1, 2, 3, 4))
     ids = np.random.default_rng(0).choice(65536, (3, 5, 2), replace=False).astype(np.uint16)
     rows = Routes(ids, spec)
     made = Plan.of(rows, TensorRoutes.from_routes(rows), (3, 0), agreement=True, start=0)
-    for number in range(5):
+    for number in order:
         live = made.column(Column(number)).flip(1)
         live[:number, 0] += 1  # other experts in the first rows
         made.compare(Column(number), live)
+        assert len(made.held) * live.numel() < held
     made.count_agreement()
+    assert not made.held
     assert made.agree_L is not None
     assert made.agree_L.tolist() == [3, 2, 1, 0, 0]
 

@@ -28,6 +28,7 @@ from router_replay.route_source import RouteSource
 from router_replay.spec import RouterSpec
 
 COMPARED_AT_ONCE = 1 << 26  # pairs of ids in one comparison of routes with the live choice; each takes a byte
+HELD_AT_ONCE = 1 << 22  # ids of live choices that wait to be narrowed; each takes eight bytes
 CANNOT_PROVE = (
     "a checkpointed layer is recomputed in backward, and it is not known which routes its forward pass used. Use "
     "model.gradient_checkpointing_enable(), torch.utils.checkpoint.checkpoint or checkpoint_wrapper, or pass "
@@ -52,6 +53,7 @@ class Plan:
     captured_T: Tensor | None = None  # the rows that agreement is about; None means all
     agree_L: Tensor | None = None  # captured rows that equal the live choice as sets, all passes; None: not requested
     live_LTK: Tensor | None = None  # the live choice in the current pass, to be compared after it
+    held: list[tuple[int, Tensor]] = dataclasses.field(default_factory=list)  # column and live choice, not yet in it
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a Python int would be a constant of the graph
 
@@ -125,25 +127,43 @@ class Plan:
         if self.live_T1 is None:
             return self.ids_TLK
         assert self.live_LTK is not None
+        if not torch.compiler.is_compiling():
+            self.narrow_held()
         mixed = torch.where(self.live_T1.unsqueeze(-1), self.live_LTK.transpose(0, 1), signed(self.ids_TLK))
         return mixed.view(self.ids_TLK.dtype)
 
     def compare(self, index: Column, live_TK: Tensor | None) -> None:
         """Keep the live choice `live_TK` of a layer. `count_agreement` compares all layers at once, after the pass.
 
-        A layer only copies: passes of few tokens wait for the launches of kernels, and a comparison has several.
+        A layer launches no kernel for it: passes of few tokens wait for the launches. The choices of several layers are
+        narrowed together.
         """
         if self.live_LTK is None or live_TK is None:
             return
         if torch.compiler.is_compiling():
             self.live_LTK.index_copy_(0, index.tensor_1, live_TK.to(self.live_LTK.dtype).unsqueeze(0))
-        else:
-            self.live_LTK[index.number].copy_(live_TK)
+            return
+        self.held.append((index.number, live_TK))
+        if len(self.held) * live_TK.numel() >= HELD_AT_ONCE:
+            self.narrow_held()
+
+    def narrow_held(self) -> None:
+        """Write the live choices that are held into `live_LTK`."""
+        held, self.held = self.held, []
+        if held and self.live_LTK is not None:
+            first, last = held[0][0], held[-1][0]
+            if [number for number, _ in held] == list(range(first, last + 1)):
+                self.live_LTK[first : last + 1].copy_(torch.stack([live_TK for _, live_TK in held]))
+            else:
+                for number, live_TK in held:
+                    self.live_LTK[number].copy_(live_TK)
 
     def count_agreement(self, index: Column | None = None) -> None:
         """Count the rows whose experts are the live choice, of all layers or of one; only reading the stats waits."""
         if self.agree_L is None or self.live_LTK is None:
             return
+        if not torch.compiler.is_compiling():
+            self.narrow_held()
         count, tokens, top_k = self.live_LTK.shape
         layers = range(count) if index is None else range(index.number, index.number + 1)
         at_once = max(1, COMPARED_AT_ONCE // max(1, tokens * top_k**2))
