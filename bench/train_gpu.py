@@ -11,10 +11,9 @@ experts, bf16). `long` is 64 sequences of 1,024 tokens in bins of 16,384 slots, 
 mini-batches. The routes are those that the model chooses itself. Each version is one process. The modes of this version
 are policies in the same process, since the speeds of two equal processes differ by some percent. In each round every
 mode runs one step. The modes alternate after every mini-batch (its score and its update), because the speed of the
-machine changes from second to second. Ratios to the base are medians over rounds of the ratio within a round. The cost
-of R3 compares the sums of what each mini-batch takes to score and to update, its lower quartile over the rounds; the
-median over mini-batches of their ratio is printed too. "off again" shows what the method cannot tell apart, and
-bench.verdicts decides with it whether R3 keeps its limit.
+machine changes from second to second. Ratios to the base are medians over rounds of the ratio within a round, those of
+R3 to off are medians over mini-batches. "off again" shows what the method cannot tell apart, and bench.verdicts decides
+with it whether R3 keeps its limit.
 """
 
 from __future__ import annotations
@@ -196,8 +195,7 @@ def _step_of(parts: list[dict[str, float]]) -> dict[str, Any]:
     """Return the figures of a step from those of its mini-batches."""
     sums = {name: sum(part[name] for part in parts) for name in ("score", "update")}
     peaks = {name: max(part[name] for part in parts) for name in ("peak_bytes", "resting_bytes")}
-    times = [part[name] for part in parts for name in ("score", "update")]
-    return {**sums, **peaks, "parts": times}
+    return {**sums, **peaks, "mini-batches": [part["score"] + part["update"] for part in parts]}
 
 
 def measure(
@@ -253,28 +251,17 @@ def show(
         print(f"\n{best[1]}: {best[0]:.2f}x of {BASE} (goal {GOALS[name]}x): {'MISSED' if missed else 'kept'}")
     for suffix in [suffix for suffix in ("", ", compiled") if f"new, off{suffix}" in taken]:
         off, again, r3 = (
-            [one["parts"] for one in taken[f"new, {mode}{suffix}"]] for mode in ("off", "off again", "R3")
+            [seconds for one in taken[f"new, {mode}{suffix}"] for seconds in one["mini-batches"]]
+            for mode in ("off", "off again", "R3")
         )
-        speed, same = Share.of_parts(off, r3), Share.of_parts(off, again)
+        speed, same = Share.of(off, r3), Share.of(off, again)
         said = verdict(speed, 1 / R3_LIMIT, same)
         missed |= said == "MISSED"
         print(
-            f"R3 costs {_cost(speed)} of off{suffix} (limit {R3_LIMIT}x; off again {_cost(same)}, so they differ by up "
-            f"to {same.noise:.3f}): {said}"
+            f"R3 costs {1 / speed.median:.3f}x [{1 / speed.high:.3f}, {1 / speed.low:.3f}] of off{suffix} (limit "
+            f"{R3_LIMIT}x; off again differs from off by up to {same.noise:.3f}): {said}"
         )
-        ratios = [_cost(_by_mini(off, other)) for other in (r3, again)]
-        print(f"by the median over mini-batches of the ratio: R3 {ratios[0]}, off again {ratios[1]}")
     return missed
-
-
-def _by_mini(base: list[list[float]], other: list[list[float]]) -> Share:
-    """Compare the same mini-batches of two modes one by one: score and update of each."""
-    minis = [[sum(one[at : at + 2]) for one in rounds for at in range(0, len(one), 2)] for rounds in (base, other)]
-    return Share.of(*minis)
-
-
-def _cost(speed: Share) -> str:
-    return f"{1 / speed.median:.3f}x [{1 / speed.high:.3f}, {1 / speed.low:.3f}]"
 
 
 def show_memory(process: Process, figures: dict[str, Any], lengths: dict[str, tuple[int, int]]) -> None:

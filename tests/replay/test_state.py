@@ -70,7 +70,7 @@ def test_agreement_counts_equal_sets_after_the_pass_and_no_missing_row() -> None
 def test_agreement_is_the_same_however_many_layers_are_compared_at_once(
     at_once: int, held: int, order: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids of two bytes, of which torch reads the larger ones as negative numbers. Layers come again if a pass failed."""
+    """Ids of two bytes, of which torch reads the larger as negative numbers. Layers come again if a pass failed."""
     monkeypatch.setattr("router_replay.replay.state.COMPARED_AT_ONCE", at_once)
     monkeypatch.setattr("router_replay.replay.state.HELD_AT_ONCE", held)
     spec = RouterSpec(65536, 2, (0, 1, 2, 3, 4))
