@@ -98,9 +98,9 @@ def _reads_of_the_routers(policy: Policy, mini: MiniBatch) -> list[torch.Tensor]
     read: list[torch.Tensor] = []
     column = Plan.column
 
-    def reading(plan: Plan, index: Column, *, widen: bool = True) -> torch.Tensor:
+    def reading(plan: Plan, index: Column) -> torch.Tensor:
         read.append(plan.ids_TLK)
-        return column(plan, index, widen=widen)
+        return column(plan, index)
 
     with unittest.mock.patch.object(Plan, "column", reading):
         policy.update(mini, policy.score(mini))

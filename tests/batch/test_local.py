@@ -16,7 +16,7 @@ from router_replay import RouterReplay, RouterSpec, Routes, Sample, logprobs, pa
 from router_replay.batch import NO_LABEL, Batch, LocalBatch
 from router_replay.batch.tensors import LocalTensors
 from router_replay.errors import BatchError, ReplayError
-from router_replay.replay.state import Column, Plan
+from router_replay.replay.state import Plan
 from tests.makers import random_routes
 from tests.replay import tiny
 
@@ -77,12 +77,7 @@ def test_a_row_is_copied_to_the_device_once_for_all_passes(monkeypatch: pytest.M
     [local] = packed([5, 7], spec=replayer.spec).split(1)
     read: set[int] = set()
     column = Plan.column
-
-    def reading(plan: Plan, index: Column, *, widen: bool = True) -> torch.Tensor:
-        read.add(plan.ids_TLK.data_ptr())
-        return column(plan, index, widen=widen)
-
-    monkeypatch.setattr(Plan, "column", reading)
+    monkeypatch.setattr(Plan, "column", lambda plan, index: read.add(plan.ids_TLK.data_ptr()) or column(plan, index))
     for one in (replayer, replayer, reference):
         with one.replay(local):
             logprobs(one._model, local).sum().backward()

@@ -35,11 +35,10 @@ MAX = (torch.max, Tensor.max)
 class Selection(TorchFunctionMode):
     """Handles one call of a router that chooses with a single topk over all experts.
 
-    `ids_TK` are the recorded ids, or None to let the router choose. They are int64; if rows are missing, uint8 is
-    enough, since `mix` widens them then. `live_T1` is True for rows without recorded ids; None means that every row has
-    them. With `compare`, the live choice is also computed and kept in `live_choice`. `scores`, if it is set, is shown
-    what the router computes. `choosers` has, for each operation that chose while the mode was on, the code that called
-    it if it was `torch.topk`, otherwise None.
+    `ids_TK` are the recorded ids (int64), or None to let the router choose. `live_T1` is True for rows without
+    recorded ids; None means that every row has them. With `compare`, the live choice is also computed and kept in
+    `live_choice`. `scores`, if it is set, is shown what the router computes. `choosers` has an entry for each operation
+    that chose while the mode was on: the code that called `torch.topk`, or None for another operation.
     """
 
     def __init__(self, router: FoundRouter, ids_TK: Tensor | None, live_T1: Tensor | None, compare: bool) -> None:
@@ -94,10 +93,7 @@ class Selection(TorchFunctionMode):
         """
         if not self.needs_live:
             return None
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                live = func(*args, **kwargs)
-        else:  # entering the block takes as long as a small operation
+        with torch.no_grad():
             live = func(*args, **kwargs)
         return live if isinstance(live, Tensor) else live[1]
 

@@ -96,8 +96,7 @@ class Site(Wrapper):
         `scores` is shown what the router computes. Returns the router's output and the Selection, which holds the
         chosen ids.
         """
-        mixed = plan is not None and plan.can_be_mixed_narrow and self.router.choice is Choice.TOP_K
-        ids_TK = None if plan is None else plan.column(self.column, widen=not mixed)
+        ids_TK = None if plan is None else plan.column(self.column)
         live_T1 = None if plan is None else plan.live_T1
         selection = ALL_SELECTIONS[self.router.choice](self.router, ids_TK, live_T1, compare)
         selection.scores = scores

@@ -101,21 +101,12 @@ class Plan:
         self.live_LTK = None if self.live_LTK is None else self.live_LTK.to(device)
         self.compiled_passes = None if self.compiled_passes is None else self.compiled_passes.to(device)
 
-    def column(self, index: Column, *, widen: bool = True) -> Tensor:
-        """Return the ids of one routed layer, [T, K], widened to int64 only here.
-
-        With `widen=False` they stay narrow if they can, because the caller widens them.
-        """
+    def column(self, index: Column) -> Tensor:
+        """Return the ids of one routed layer, [T, K], widened to int64 only here."""
         if not torch.compiler.is_compiling():
-            column_TK = self.ids_TLK.select(1, index.number)
-            return column_TK.long() if widen else column_TK
+            return self.ids_TLK.select(1, index.number).long()
         column_TK = signed(self.ids_TLK).index_select(1, index.tensor_1).squeeze(1).long()
         return column_TK & 0xFFFF if self.ids_TLK.dtype == torch.uint16 else column_TK
-
-    @property
-    def can_be_mixed_narrow(self) -> bool:
-        """Whether `torch.where` widens the ids by itself, together with the live choice of missing rows."""
-        return self.live_T1 is not None and self.ids_TLK.dtype == torch.uint8
 
     @property
     def holds_choice(self) -> bool:
