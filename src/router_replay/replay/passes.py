@@ -111,6 +111,7 @@ class Watch(Wrapper):
         if not compiling:
             state.plan.passes += 1
         elif state.plan.compiled_passes is not None:
+            state.plan.was_compiled = True
             state.plan.compiled_passes.add_(1)
 
     def _measure(self) -> None:

@@ -56,6 +56,7 @@ class Plan:
     held: list[tuple[int, Tensor]] = dataclasses.field(default_factory=list)  # column and live choice, not yet in it
     passes: int = 0
     compiled_passes: Tensor | None = None  # counted on the device: a Python int would be a constant of the graph
+    was_compiled: bool = False  # True once a compiled pass was counted there
 
     @classmethod
     def of(

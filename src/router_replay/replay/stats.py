@@ -125,8 +125,7 @@ class Counters:
 
 def _add(sums: list[Any], agree_L: Any, plan: Plan) -> tuple[list[Any], Any]:
     passes: Any = plan.passes
-    # Only compiled passes write to this tensor; if none did, the sums need no kernels.
-    if plan.compiled_passes is not None and plan.compiled_passes._version:
+    if plan.was_compiled:  # otherwise the sums need no kernels
         passes = passes + plan.compiled_passes
     asked = plan.agree_L is not None
     more = (passes, passes * plan.rows_replayed, passes * plan.rows_live, passes * plan.rows_replayed * asked)
