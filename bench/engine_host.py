@@ -32,28 +32,32 @@ FIRST_TOKEN = 3  # the ids below are special in many vocabularies
 class Work:
     """Describe one turn: so many prompts, their length, how many tokens are sampled, with log-probs and forced rows.
 
-    With `turns`, it is instead sixteen conversations of that many turns, which omit the rows that are known.
+    With `turns`, it is instead sixteen conversations of that many turns, which omit the rows that are known. With
+    `profile`, the steps with prompts run in Python's profiler.
     """
 
     prompts: int
+    prompt_tokens: int
     tokens: int
     logprobs: bool = True
     forced: bool = False
     turns: int = 0
+    profile: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Hold the cost of one turn in seconds; `step` and `gpu_step` are the lower quartiles of its pure decode steps.
 
-    `wait` is the time that the client waited. It consists of `decodes`, the times of all pure decode steps but the
-    last, of `after`, the time from the start of the last step on, and of all else, which is `before`. `parts` are the
-    medians of what the engine core does in a pure decode step, and `prompt_parts` in a step with tokens of prompts.
+    `wait` is the time that the client waited. It consists of `before`, the time until the first step starts, of
+    `intervals`, the times of all steps but the last, and of `after`, the time from the start of the last step on.
+    `parts` are the medians of what the engine core does in a pure decode step, and `prompt_parts` in a step with tokens
+    of prompts.
     """
 
     wait: float
     before: float
-    decodes: tuple[float, ...]
+    intervals: tuple[float, ...]
     after: float
     step: float
     gpu_step: float
@@ -65,6 +69,7 @@ class Cost:
     compiled: int = 0
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     prompt_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    profile: str = ""
 
 
 class Host:
@@ -128,7 +133,7 @@ class _Turns:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._random = np.random.default_rng(0)
-        self._rows: dict[Work, list[Routes]] = {}
+        self._rows: dict[tuple[int, int], list[Routes]] = {}
 
     def run(self, work: Work) -> Cost:
         """Run one turn, again if Triton compiled a kernel in it, which takes longer than many steps."""
@@ -140,7 +145,7 @@ class _Turns:
 
     def _run(self, work: Work) -> Cost:
         requests = [] if work.turns else self._requests(work)
-        self._call("bench_begin")
+        self._call("bench_begin", requests=len(requests), profile=work.profile)
         started, client = time.perf_counter(), time.process_time()
         if work.turns:
             _conversation(self._engine, work.turns, work.tokens)
@@ -151,21 +156,21 @@ class _Turns:
         ended, client = time.perf_counter(), time.process_time() - client
         return cost_of(self._call("bench_end"), work.prompts, started, ended, client)
 
-    def _call(self, method: str) -> Any:
-        return self._engine._wait(self._engine._connected.transport.call(method))
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._engine._wait(self._engine._connected.transport.call(method, **arguments))
 
     def _requests(self, work: Work) -> list[Request]:
         vocabulary = self._engine.vocabulary
         sampling = Sampling(max_tokens=work.tokens, ignore_eos=True)
-        # New prompts every time, so that the prefix cache never hits; half as long as what is sampled.
-        prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, work.tokens // 2)).tolist()
+        shape = work.prompts, work.prompt_tokens
+        prompts = self._random.integers(FIRST_TOKEN, vocabulary, shape).tolist()  # new: the prefix cache never hits
         rows: list[Any] = [None] * work.prompts
         if work.forced:
-            if work not in self._rows:  # the rows of earlier prompts: any rows of the right length cost the same
+            if shape not in self._rows:  # the rows of earlier prompts: any rows of the right length cost the same
                 done = self._engine.generate([Request(tuple(prompt), sampling) for prompt in prompts])
-                self._rows[work] = [completion.routes[: work.tokens // 2] for completion in done]
-                prompts = self._random.integers(FIRST_TOKEN, vocabulary, (work.prompts, work.tokens // 2)).tolist()
-            rows = self._rows[work]
+                self._rows[shape] = [completion.routes[: work.prompt_tokens] for completion in done]
+                prompts = self._random.integers(FIRST_TOKEN, vocabulary, shape).tolist()
+            rows = self._rows[shape]
         return [Request(tuple(p), sampling, forced_routes=r) for p, r in zip(prompts, rows, strict=True)]
 
     async def _without_logprobs(self, requests: list[Request]) -> None:
@@ -198,13 +203,12 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
     intervals = np.diff(start)
     timed = decodes[:-1]
     step = float(np.quantile(intervals[timed], QUANTILE)) if timed.any() else 0.0
-    after = ended - float(start[-1]) if timed.any() else 0.0
     gpu_step = float(np.quantile(gpu[decodes], QUANTILE)) if decodes.any() else 0.0
     return Cost(
         wait=ended - started,
-        before=ended - started - after - float(intervals[timed].sum()),
-        decodes=tuple(intervals[timed].tolist()),
-        after=after,
+        before=float(start[0]) - started,
+        intervals=tuple(intervals.tolist()),
+        after=ended - float(start[-1]),
         step=step,
         gpu_step=gpu_step,
         gpu=float(gpu[~decodes].sum() + gpu_step * decodes.sum()),
@@ -215,6 +219,7 @@ def cost_of(steps: dict[str, Any], requests: int, started: float, ended: float, 
         compiled=steps["compiled"],
         parts=_medians(steps["parts"], decodes),
         prompt_parts=_medians(steps["parts"], np.asarray(steps["tokens"]) > np.asarray(steps["requests"])),
+        profile=steps.get("profile", ""),
     )
 
 

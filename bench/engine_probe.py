@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import functools
 import importlib
 import inspect
+import io
 import os
+import pstats
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +36,15 @@ class StepProbe:
     bench_steps: list[dict[str, Any]] | None
     bench_cpu: float
     bench_compiled: int
+    bench_awaited: int
+    bench_profile: cProfile.Profile | None
 
-    def bench_begin(self) -> dict[str, Any]:
-        """Forget earlier steps and start to record."""
+    def bench_begin(self, requests: int = 0, profile: bool = False) -> dict[str, Any]:
+        """Forget earlier steps and start to record. No step starts before so many requests have arrived.
+
+        Otherwise the first steps would compute the prompts that happen to be there, which differ from turn to turn.
+        With `profile`, the steps with prompts run in Python's profiler.
+        """
         runner = self.model_runner
         if not hasattr(self, "bench_steps"):
             pin_threads()
@@ -46,6 +55,8 @@ class StepProbe:
                 runner.sample_tokens = self._bench_ending(runner.sample_tokens)
         self.bench_steps = []
         self.bench_compiled = 0
+        self.bench_awaited = requests
+        self.bench_profile = cProfile.Profile() if profile else None
         self.bench_cpu = time.process_time()
         return {}
 
@@ -63,6 +74,7 @@ class StepProbe:
             "requests": [step["requests"] for step in steps],
             "gpu": [_gpu_seconds(step) for step in steps],
             "parts": {name: [step["parts"].get(name, 0.0) for step in steps] for name in PARTS},
+            "profile": "" if self.bench_profile is None else _table(self.bench_profile),
         }
 
     def _bench_timing_parts(self) -> None:
@@ -74,6 +86,7 @@ class StepProbe:
         if frame is None:
             return
         core = frame.f_locals["self"]
+        core.scheduler.has_requests = self._bench_awaiting(core.scheduler, core.scheduler.has_requests)
         for owner, method, part in (
             (core.model_executor, "execute_model", "forward"),
             (core.model_executor, "sample_tokens", "sample"),
@@ -86,6 +99,15 @@ class StepProbe:
                 kind = getattr(importlib.import_module(module), name)
                 wait = self._bench_timed(_waiting(event), "wait")
                 kind.get_output = self._bench_output(wait, self._bench_timed(kind.get_output, "output"))
+
+    def _bench_awaiting(self, scheduler: Any, original: Callable[[], bool]) -> Callable[[], bool]:
+        def has_requests() -> bool:
+            if self.bench_awaited > len(scheduler.requests):
+                return False
+            self.bench_awaited = 0
+            return original()
+
+        return has_requests
 
     def _bench_timed(self, original: Callable[..., Any], part: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -139,7 +161,9 @@ class StepProbe:
                 "parts": {},
             }
             steps.append(step)
-            result = original(scheduler_output, *arguments, **more)
+            profile = self.bench_profile if step["tokens"] > step["requests"] else None
+            with profile or contextlib.nullcontext():
+                result = original(scheduler_output, *arguments, **more)
             step["events"].append(_event())
             return result
 
@@ -168,6 +192,13 @@ def pin_threads(cores: int = 4) -> None:
 
 def _waiting(event: str) -> Callable[[Any], None]:
     return lambda output: getattr(output, event).synchronize()
+
+
+def _table(profile: cProfile.Profile) -> str:
+    """Return the functions that took the most time themselves."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(30)
+    return text.getvalue()
 
 
 def _event() -> Any:

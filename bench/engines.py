@@ -131,9 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit = "seconds of the whole program, after which no round starts"
     parser.add_argument("--seconds", type=float, default=float("inf"), help=limit)
     parser.add_argument("--prompts", type=int, default=256, help="requests of a turn")
-    parser.add_argument("--tokens", type=int, default=256, help="sampled tokens of a request; prompts are half as long")
+    parser.add_argument("--tokens", type=int, default=256, help="sampled tokens of a request")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--turns", type=int, default=50, help="turns of a conversation")
     parser.add_argument("--only", action="append", choices=list(COMPARISONS), help="may be repeated")
+    profiled = "at the end, show which functions the steps with prompts spend their time in"
+    parser.add_argument("--profile", action="store_true", help=profiled)
     parser.add_argument("--caches", help="a folder in which vLLM keeps compiled code for the next run")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/bench_engines"), help="a folder")
     chosen = parser.parse_args(arguments)
@@ -144,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if chosen.size == "tiny":
         chosen.prompts, chosen.tokens, chosen.turns = min(chosen.prompts, 8), min(chosen.tokens, 20), 5
+        chosen.prompt_tokens = min(chosen.prompt_tokens, 10)
     chosen.deadline = time.monotonic() + chosen.seconds
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,6 +224,9 @@ def measure(chosen: argparse.Namespace, comparisons: dict[str, Comparison]) -> i
                 print(json.dumps(facts), file=log, flush=True)
             lines, code = summary(comparisons, costs)
             (chosen.out / "summary.txt").write_text("\n".join(lines) + "\n")
+        for turn in turns if chosen.profile else ():
+            found = hosts[turn.engine].run(dataclasses.replace(_work(turn, chosen), profile=True)).profile
+            lines.append(f"the steps with prompts, {_name(turn)}:\n{found}")
     print(*lines, sep="\n", flush=True)
     return code
 
@@ -243,8 +250,8 @@ def _shape(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _work(turn: Turn, chosen: argparse.Namespace) -> Work:
     if turn.conversation:
-        return Work(16, max(chosen.tokens // 8, 1), turns=chosen.turns)
-    return Work(chosen.prompts, chosen.tokens, turn.logprobs, turn.forced)
+        return Work(16, 0, max(chosen.tokens // 8, 1), turns=chosen.turns)
+    return Work(chosen.prompts, chosen.prompt_tokens, chosen.tokens, turn.logprobs, turn.forced)
 
 
 def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -> tuple[list[str], int]:
@@ -270,13 +277,15 @@ def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -
     for name, found in shares.items():
         cells = "".join(f"{found[column]!s:24}" if column in found else f"{'':24}" for column in columns)
         lines.append(f"{name:34}{cells}".rstrip())
-    lines.append("milliseconds: turn, of it before the decode steps and after them; medians: decode step, decode step")
-    lines.append("on the GPU, core CPU, client CPU of a turn")
+    lines.append("milliseconds: turn, of it before the first step, until the decode steps, and after them; medians:")
+    lines.append("decode step, decode step on the GPU, core CPU, client CPU of a turn")
     for turn, taken in costs.items():
         steps = np.quantile(parts[turn], QUANTILE, axis=0)
         read = [[c.step for c in taken], [c.gpu_step for c in taken]]
         read += [[c.core_cpu for c in taken], [c.client_cpu for c in taken]]
-        figures = [steps.sum(), steps[0], steps[-1], *(statistics.median(one) for one in read)]
+        prompts = len(steps) - 1 - min(cost.decode_steps for cost in taken)
+        figures = [steps.sum(), steps[0], steps[1 : 1 + prompts].sum(), steps[-1]]
+        figures += [statistics.median(one) for one in read]
         lines.append(f"{_name(turn):34}" + "".join(f"{one * 1e3:12.3f}" for one in figures))
     lines += _parts("of a decode step", {turn: [cost.parts for cost in taken] for turn, taken in costs.items()})
     lines += _parts("of a step with prompts", {turn: [cost.prompt_parts for cost in costs[turn]] for turn in costs})
@@ -291,16 +300,16 @@ def summary(comparisons: dict[str, Comparison], costs: dict[Turn, list[Cost]]) -
 
 
 def parts_of(taken: Sequence[Cost]) -> list[list[float]]:
-    """Return the parts of each turn: the time before the decode steps, each of these, and the time after them.
+    """Return the parts of each turn: the time before the first step, each step, and the time from the last one on.
 
-    All turns of a kind get equally many parts. The number of decode steps differs by a few, because prompts may arrive
-    in another number of steps; they are counted from the end, and what a turn has more is part of the time before.
+    All turns of a kind get equally many parts. The number of steps differs only if they did not wait for all requests
+    (several workers); they are then counted from the end, and what a turn has more is part of the time before.
     """
-    count = min(len(cost.decodes) for cost in taken)
+    count = min(len(cost.intervals) for cost in taken)
     found = []
     for cost in taken:
-        early = len(cost.decodes) - count
-        found.append([cost.before + sum(cost.decodes[:early]), *cost.decodes[early:], cost.after])
+        early = len(cost.intervals) - count
+        found.append([cost.before + sum(cost.intervals[:early]), *cost.intervals[early:], cost.after])
     return found
 
 

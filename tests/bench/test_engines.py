@@ -75,8 +75,8 @@ def test_pauses_do_not_count_and_what_every_round_has_in_one_of_its_parts_does()
 
 def test_turns_of_one_kind_have_equally_many_parts() -> None:
     costs: list[Any] = [
-        types.SimpleNamespace(before=5.0, decodes=(1.0, 2.0, 3.0), after=7.0),
-        types.SimpleNamespace(before=6.0, decodes=(2.0, 3.0), after=8.0),
+        types.SimpleNamespace(before=5.0, intervals=(1.0, 2.0, 3.0), after=7.0),
+        types.SimpleNamespace(before=6.0, intervals=(2.0, 3.0), after=8.0),
     ]
     assert parts_of(costs) == [[6.0, 2.0, 3.0, 7.0], [6.0, 2.0, 3.0, 8.0]]
 
@@ -91,8 +91,8 @@ def test_the_parts_of_a_turn_are_what_its_client_waited_for() -> None:
     cost = cost_of(steps, 4, started=10.0, ended=13.4, client_cpu=0.3)
     assert cost.step == pytest.approx(0.1)
     assert cost.wait == pytest.approx(3.4)
-    assert cost.before == pytest.approx(0.2 + 0.5)
-    assert cost.decodes == pytest.approx((0.1, 2.0, 0.1, 0.1))
+    assert cost.before == pytest.approx(0.2)
+    assert cost.intervals == pytest.approx((0.5, 0.1, 2.0, 0.1, 0.1))
     assert cost.after == pytest.approx(0.4)
     assert cost.gpu == pytest.approx(0.4 + 5 * 0.05)
     assert cost.parts == {"update": 0.01}
