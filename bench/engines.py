@@ -37,7 +37,7 @@ import torch
 from bench.engine_host import Cost, Host, Work
 from bench.engine_probe import PARTS
 from bench.verdicts import QUANTILE, Share, verdict
-from router_replay import wire
+from router_replay import kernel, wire
 from router_replay.engines.vllm.http import samples_of
 from router_replay.engines.vllm.plugin.routes import delivery
 from router_replay.rl.engine_start import CPU_ENVIRONMENT
@@ -356,6 +356,8 @@ def client_cost(tokens: int = 2000) -> None:
     )
     blob = len(base64.b64encode(wire.encode(routes)))
     text = len(wire.to_vllm(routes))
+    how = "compiled" if kernel.COMPILED else "NumPy, which is slower: python setup.py build_ext --inplace compiles it"
+    print(f"the kernel that checks rows: {how}")
     print(f"client, {tokens} tokens of 48 x 8 of 128, microseconds of CPU a token:")
     print(f"  {ours_us:.2f} with rows checked, {usual_us:.2f} with json and np.load")
     print(f"bytes a token: {text / tokens:.0f} as vLLM sends them, {blob / tokens:.0f} as forced rows are sent")
